@@ -1,0 +1,307 @@
+"""Where facts, specs and outputs lie: a directory or an S3 bucket, behind one small interface.
+
+Invariant: whoever lists or reads a key sees a whole object or none. A write replaces the object in one step;
+`create` lets exactly one of several writers win. The cost is one temporary file and two fsyncs per write in a
+directory, one request per write in S3.
+"""
+
+import contextlib
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+
+T = TypeVar("T")
+TEMPORARY = ".tmp-"  # prefix of files being written; never listed
+S3_URL = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(?P<prefix>.*))?")
+
+
+class StorageError(Exception):
+    """A key or a root that cannot be used; the message names it and what was expected."""
+
+
+class NotFoundError(StorageError):
+    """No object has this key."""
+
+
+class Storage(Protocol):
+    """Objects by key. A key is a relative path with `/` between its parts."""
+
+    root: str
+
+    def read(self, key: str) -> bytes:
+        """The object's bytes. Raises NotFoundError."""
+
+    def write(self, key: str, data: bytes) -> None:
+        """Create or replace the object in one step."""
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Create the object unless the key exists; True for the one writer that did.
+
+        Over S3 a lost answer is retried, so an existing object with the very same bytes counts as ours:
+        a claim that competes with others carries something of its own.
+        """
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """All keys that begin with `prefix`, sorted."""
+
+    def delete(self, key: str) -> None:
+        """Remove the object; nothing happens when there is none."""
+
+    def upload(self, key: str, path: Path) -> None:
+        """Like `write`, from a file of any size."""
+
+    def download(self, key: str, path: Path) -> None:
+        """Write the object to a file, in one step. Raises NotFoundError."""
+
+
+def open_storage(root: str) -> Storage:
+    """The storage at `root`: a directory (`file:DIR`, or a plain path) or `s3://bucket/prefix`.
+
+    Raises StorageError for any other scheme. Credentials and endpoint come from boto3's usual chain.
+    """
+    if match := S3_URL.fullmatch(root):
+        return S3Storage(match["bucket"], (match["prefix"] or "").strip("/"))
+    path = root.removeprefix("file://").removeprefix("file:")
+    if "://" in path or not path:
+        raise StorageError(f"storage: {root!r} is neither a directory (file:DIR) nor s3://bucket/prefix")
+    return DirectoryStorage(Path(path).absolute())
+
+
+def exists(storage: Storage, key: str) -> bool:
+    """Whether an object has this key."""
+    return key in storage.keys(key)
+
+
+def upload_tree(storage: Storage, prefix: str, directory: Path) -> None:
+    """Put every file below `directory` under `prefix`."""
+    for path in sorted(p for p in directory.rglob("*") if p.is_file()):
+        storage.upload(f"{prefix}/{path.relative_to(directory).as_posix()}", path)
+
+
+def download_tree(storage: Storage, prefix: str, directory: Path) -> None:
+    """Get every object under `prefix` into `directory`. Raises NotFoundError when there is none."""
+    keys = storage.keys(prefix.rstrip("/") + "/")
+    if not keys:
+        raise NotFoundError(f"{storage.root}: nothing lies under {prefix!r}")
+    for key in keys:
+        path = directory / key.removeprefix(prefix.rstrip("/") + "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        storage.download(key, path)
+
+
+def checked_key(key: str) -> str:
+    """The key itself, when it stays inside its root. Raises StorageError otherwise."""
+    parts = key.split("/")
+    if (
+        not key
+        or any(part in ("", ".", "..") for part in parts)
+        or "\\" in key
+        or "\0" in key
+        or len(key) > 900
+    ):
+        raise StorageError(f"key {key[:200]!r}: expected a relative path that stays inside the storage root")
+    return key
+
+
+class DirectoryStorage:
+    """Objects as files below a directory, which may be shared by several machines."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.root = str(directory)
+
+    def _path(self, key: str) -> Path:
+        path = self.directory / checked_key(key)
+        if not path.parent.resolve().is_relative_to(self.directory.resolve()) or path.is_symlink():
+            raise StorageError(f"key {key!r}: a link leads out of {self.directory}")
+        return path
+
+    def read(self, key: str) -> bytes:
+        try:
+            return self._path(key).read_bytes()
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            raise NotFoundError(f"{self.root}: no object {key!r}") from None
+
+    def write(self, key: str, data: bytes) -> None:
+        path = self._path(key)
+        with _temporary(path, data) as temporary:
+            temporary.replace(path)
+            _sync_directory(path.parent)
+
+    def create(self, key: str, data: bytes) -> bool:
+        path = self._path(key)
+        with _temporary(path, data) as temporary:
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                return False
+            _sync_directory(path.parent)
+            return True
+
+    def keys(self, prefix: str = "") -> list[str]:
+        start = self.directory / prefix.rpartition("/")[0]
+        found = []
+        for folder, _, names in os.walk(start):
+            base = Path(folder).relative_to(self.directory).as_posix()
+            for name in names:
+                key = name if base == "." else f"{base}/{name}"
+                if key.startswith(prefix) and not name.startswith(TEMPORARY):
+                    found.append(key)
+        return sorted(found)
+
+    def delete(self, key: str) -> None:
+        self._path(key).unlink(missing_ok=True)
+
+    def upload(self, key: str, path: Path) -> None:
+        target = self._path(key)
+        with _temporary(target, path) as temporary:
+            temporary.replace(target)
+            _sync_directory(target.parent)
+
+    def download(self, key: str, path: Path) -> None:
+        source = self._path(key)
+        if not source.is_file():
+            raise NotFoundError(f"{self.root}: no object {key!r}")
+        with _temporary(path, source) as temporary:
+            temporary.replace(path)
+
+
+class S3Storage:
+    """Objects in a bucket under a prefix. Retries are boto3's standard mode."""
+
+    def __init__(self, bucket: str, prefix: str) -> None:
+        self.bucket = bucket
+        self.prefix = f"{prefix}/" if prefix else ""
+        self.root = f"s3://{bucket}/{prefix}".rstrip("/")
+        self._client: S3Client | None = None
+
+    @property
+    def client(self) -> "S3Client":
+        if self._client is None:
+            import boto3
+            from botocore.config import Config
+
+            config = Config(
+                retries={"mode": "standard", "max_attempts": 6},
+                connect_timeout=5,
+                read_timeout=60,
+                signature_version="s3v4",
+            )
+            self._client = boto3.client("s3", config=config)
+        return self._client
+
+    def read(self, key: str) -> bytes:
+        answer = self._ask(key, self.client.get_object, Bucket=self.bucket, Key=self._name(key))
+        return bytes(self._ask(key, answer["Body"].read))
+
+    def write(self, key: str, data: bytes) -> None:
+        self._ask(key, self.client.put_object, Bucket=self.bucket, Key=self._name(key), Body=data)
+
+    def create(self, key: str, data: bytes) -> bool:
+        for _ in range(5):
+            try:
+                self._ask(
+                    key,
+                    self.client.put_object,
+                    Bucket=self.bucket,
+                    Key=self._name(key),
+                    Body=data,
+                    IfNoneMatch="*",
+                )
+                return True
+            except _ConditionFailedError as failed:
+                if failed.status == 412:
+                    return self.read(key) == data
+                # 409: another conditional write of this key is under way; ask again
+        return False
+
+    def keys(self, prefix: str = "") -> list[str]:
+        pages = self.client.get_paginator("list_objects_v2")
+        listing = pages.paginate(Bucket=self.bucket, Prefix=self.prefix + prefix)
+        found = self._ask(
+            prefix, lambda: [item["Key"] for page in listing for item in page.get("Contents", [])]
+        )
+        return sorted(name.removeprefix(self.prefix) for name in found)
+
+    def delete(self, key: str) -> None:
+        self._ask(key, self.client.delete_object, Bucket=self.bucket, Key=self._name(key))
+
+    def upload(self, key: str, path: Path) -> None:
+        self._ask(key, self.client.upload_file, str(path), self.bucket, self._name(key))
+
+    def download(self, key: str, path: Path) -> None:
+        temporary = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
+        try:
+            self._ask(key, self.client.download_file, self.bucket, self._name(key), str(temporary))
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _name(self, key: str) -> str:
+        return self.prefix + checked_key(key)
+
+    def _ask(self, key: str, operation: Callable[..., T], *args: Any, **arguments: Any) -> T:
+        """Call boto3, with its errors as ours, which a person or the caller can act on."""
+        from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
+
+        try:
+            return operation(*args, **arguments)
+        except ClientError as error:
+            code = error.response["Error"]["Code"]
+            status = error.response["ResponseMetadata"]["HTTPStatusCode"]
+            if status in (409, 412):
+                raise _ConditionFailedError(status) from None
+            if code in ("NoSuchKey", "404"):
+                raise NotFoundError(f"{self.root}: no object {key!r}") from None
+            if code == "NoSuchBucket":
+                raise StorageError(f"{self.root}: there is no bucket {self.bucket!r}") from None
+            raise StorageError(f"{self.root}: {key!r}: the server answered {status} {code}") from error
+        except NoCredentialsError:
+            raise StorageError(
+                f"{self.root}: no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+                "a profile or a role"
+            ) from None
+        except (BotoCoreError, OSError) as error:
+            raise StorageError(f"{self.root}: {key!r}: {error}") from error
+
+
+class _ConditionFailedError(StorageError):
+    """The key exists (412), or another writer is at it right now (409)."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"conditional write refused with {status}")
+        self.status = status
+
+
+@contextlib.contextmanager
+def _temporary(target: Path, content: bytes | Path) -> Iterator[Path]:
+    """A synced file with this content beside `target`, gone at the end if it still has its temporary name."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
+    try:
+        with temporary.open("wb") as out:
+            if isinstance(content, bytes):
+                out.write(content)
+            else:
+                with content.open("rb") as source:
+                    while block := source.read(1 << 20):
+                        out.write(block)
+            out.flush()
+            os.fsync(out.fileno())
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
