@@ -1,0 +1,51 @@
+"""The allocator: plans a day of GPUs. See ``problem`` for what is planned and ``check`` for the rules.
+
+Importing it costs a few milliseconds: solvers, checks and readers are loaded when they are first used.
+"""
+
+from __future__ import annotations  # no annotation is evaluated, so typing is never loaded: 8 ms of import
+
+from allocator.fields import ProblemError
+from allocator.plan import Placement, Plan, ServicePlan, Unplaced
+from allocator.problem import (
+    Announced,
+    Choice,
+    Hole,
+    Job,
+    Node,
+    Problem,
+    Reservation,
+    Running,
+    Service,
+    Tenant,
+)
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = [
+    "Announced",
+    "Choice",
+    "Hole",
+    "Job",
+    "Node",
+    "Placement",
+    "Plan",
+    "Problem",
+    "ProblemError",
+    "Reservation",
+    "Running",
+    "Service",
+    "ServicePlan",
+    "Tenant",
+    "Unplaced",
+    "load_problem",
+]
+
+
+def load_problem(path: str | Path) -> Problem:
+    """Read a problem from a YAML (or JSON) file; a mistake is a ``ProblemError`` that names the file."""
+    from allocator.reading import read_problem
+
+    return read_problem(path)
