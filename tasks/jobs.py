@@ -1,7 +1,7 @@
 """A job spec as its author writes it, checked.
 
-Invariant: what passes `read_job` can be planned and run by this cluster: its id is safe as a file name, it fits
-some node or whole nodes, its numbers are finite, and its value is fixed from now on.
+Invariant: what passes `read_job` can be planned and run by this cluster: its id is safe as a file name, it
+fits some node or whole nodes, its numbers are finite, and its value is fixed from now on.
 """
 
 from datetime import UTC, datetime, timedelta
