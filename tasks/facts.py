@@ -1,8 +1,8 @@
 """Facts: immutable JSON objects in storage, one for everything that was asked, observed, planned or done.
 
-Invariant: a fact is created once and never changed; where several writers compete for a key, one wins and the others
-learn that they lost. The key is `facts/<day>/<kind>/<name>.json`; its day comes from something all writers of that
-key know (the instant of a plan, the day of the commitment an attempt belongs to), never from their clocks.
+Invariant: a fact is created once and never changed; where several writers compete for a key, one wins and the
+others learn that they lost. The key is `facts/<day>/<kind>/<name>.json`; its day comes from something all writers
+of that key know (the instant of a plan, the day of the commitment of an attempt), never from their clocks.
 """
 
 import json

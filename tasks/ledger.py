@@ -1,0 +1,255 @@
+"""The ledger: a DuckDB database made from the facts, which people query through a published copy.
+
+Invariant: the file is written by one process at a time, under a file lock held from connect to close
+(DuckDB's own lock comes too late in some versions), and every row comes from a fact. Tables only grow, so
+taking facts in is a set difference, in any order, as often as one likes; `rebuild` from the facts gives the
+same rows. The cost is one more copy of the file at the end of each flow run.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from tasks.facts import FactError, fact_keys, parse_key, read_json
+from tasks.projections import Rows, project
+from tasks.storage import NotFoundError, Storage
+
+MIGRATIONS = Path(__file__).parent / "migrations"
+READERS = 8  # objects read at once; a directory gains little, S3 much
+
+
+class LedgerError(Exception):
+    """The database cannot be used; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class TakenIn:
+    """How many facts were new, and which of them could not be read."""
+
+    new: int
+    bad: tuple[str, ...]
+
+
+def ledger_file(directory: Path) -> Path:
+    """The database that the control machine writes."""
+    return directory / "ledger.duckdb"
+
+
+def published_file(directory: Path) -> Path:
+    """The copy that people open."""
+    return directory / "outcomes.duckdb"
+
+
+@contextlib.contextmanager
+def open_ledger(directory: Path) -> Iterator[duckdb.DuckDBPyConnection]:
+    """The database, ours alone until the block ends; created or migrated as needed.
+
+    Raises LedgerError when the file is of a later version or damaged.
+    """
+    with _lock(directory), _connect(ledger_file(directory)) as connection:
+        migrate(connection)
+        yield connection
+
+
+def take_in(directory: Path, storage: Storage, today: date | None = None) -> TakenIn:
+    """Take new facts of the open days into the ledger, in one transaction.
+
+    Open are the days from one before the last that was taken in to the day after `today`, and those of
+    attempts that have not ended; without `today`, all.
+    """
+    with open_ledger(directory) as connection:
+        keys = fact_keys(storage) if today is None else _open_keys(connection, storage, today)
+        return _insert_new(connection, storage, keys)
+
+
+def publish(directory: Path) -> Path:
+    """Replace the published copy in one step; readers keep what they have open. Returns its path."""
+    target = published_file(directory)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    with _lock(directory):
+        with _connect(ledger_file(directory)) as connection:
+            migrate(connection)
+            connection.execute("CHECKPOINT")
+        try:
+            shutil.copyfile(ledger_file(directory), temporary)
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return target
+
+
+def rebuild(directory: Path, storage: Storage) -> TakenIn:
+    """Make the database again from the facts alone, and publish it.
+
+    The old one stands until the new one is whole.
+    """
+    with contextlib.ExitStack() as cleanup:
+        fresh = directory / f".rebuild.{os.getpid()}"
+        cleanup.callback(shutil.rmtree, fresh, ignore_errors=True)
+        taken = take_in(fresh, storage)
+        with _lock(directory):
+            ledger_file(directory).with_name("ledger.duckdb.wal").unlink(missing_ok=True)
+            ledger_file(fresh).replace(ledger_file(directory))
+    publish(directory)
+    return taken
+
+
+def verify(directory: Path, storage: Storage) -> list[str]:
+    """What differs between the ledger and one made from the facts alone; nothing when all is well."""
+    with contextlib.ExitStack() as cleanup:
+        fresh = directory / f".verify.{os.getpid()}"
+        cleanup.callback(shutil.rmtree, fresh, ignore_errors=True)
+        take_in(directory, storage)
+        take_in(fresh, storage)
+        with open_ledger(directory) as connection:
+            connection.execute(f"ATTACH '{_quoted(ledger_file(fresh))}' AS facts_alone (READ_ONLY)")
+            found = []
+            for (table,) in connection.execute(
+                "SELECT table_name FROM duckdb_tables() WHERE database_name = current_database() ORDER BY ALL"
+            ).fetchall():
+                for here, there, what in (
+                    (table, f"facts_alone.{table}", "only in the ledger"),
+                    (f"facts_alone.{table}", table, "only in the facts"),
+                ):
+                    query = f"SELECT count(*) FROM (FROM {here} EXCEPT ALL FROM {there})"
+                    count = connection.execute(query).fetchall()[0][0]
+                    if count:
+                        found.append(f"{table}: {count} rows are {what}")
+            return found
+
+
+def migrate(connection: duckdb.DuckDBPyConnection) -> None:
+    """Apply the numbered migrations that the database lacks. Raises LedgerError when it is ahead of them."""
+    connection.execute("CREATE TABLE IF NOT EXISTS schema_versions (version INTEGER PRIMARY KEY)")
+    known = {row[0] for row in connection.execute("SELECT version FROM schema_versions").fetchall()}
+    files = {int(path.name.split("_")[0]): path for path in sorted(MIGRATIONS.glob("[0-9]*.sql"))}
+    if ahead := known - files.keys():
+        raise LedgerError(
+            f"the ledger has schema {max(ahead)}, this version knows {max(files)}: upgrade Slotwise"
+        )
+    for version in sorted(files.keys() - known):
+        connection.execute("BEGIN")
+        connection.execute(files[version].read_text())
+        connection.execute("INSERT INTO schema_versions VALUES (?)", [version])
+        connection.execute("COMMIT")
+
+
+def rows(
+    connection: duckdb.DuckDBPyConnection, query: str, parameters: Iterable[Any] = ()
+) -> list[dict[str, Any]]:
+    """A query's rows as dictionaries; instants come in UTC."""
+    result = connection.execute(query, list(parameters))
+    names = [column[0] for column in result.description or ()]
+    return [
+        {n: v.astimezone(UTC) if isinstance(v, datetime) else v for n, v in zip(names, row, strict=True)}
+        for row in result.fetchall()
+    ]
+
+
+def _insert_new(connection: duckdb.DuckDBPyConnection, storage: Storage, keys: list[str]) -> TakenIn:
+    query = "SELECT key FROM facts UNION ALL SELECT key FROM bad_facts"
+    known = {row[0] for row in connection.execute(query).fetchall()}
+    new = [key for key in dict.fromkeys(keys) if key not in known]
+    with ThreadPoolExecutor(READERS) as pool:
+        read = list(pool.map(lambda key: _project(storage, key), new))
+    tables: Rows = {}
+    bad = []
+    for key, result in zip(new, read, strict=True):
+        if result is None:
+            continue
+        if isinstance(result, str):
+            tables.setdefault("bad_facts", []).append({"key": key, "day": _day(key), "error": result})
+            bad.append(f"{key}: {result}")
+        else:
+            for table, lines in result.items():
+                tables.setdefault(table, []).extend(lines)
+    connection.execute("BEGIN")
+    try:
+        for table, lines in tables.items():
+            if lines:
+                connection.register("new_rows", pa.Table.from_pylist(lines))
+                connection.execute(f"INSERT INTO {table} BY NAME SELECT * FROM new_rows")
+                connection.unregister("new_rows")
+        connection.execute("COMMIT")
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
+    return TakenIn(len(tables.get("facts", ())), tuple(bad))
+
+
+def _project(storage: Storage, key: str) -> Rows | str | None:
+    """The rows of a fact, or what is wrong with it, or None when it is gone since it was listed.
+
+    A storage that fails is raised: the fact may be good.
+    """
+    try:
+        parts = parse_key(key)
+        payload = read_json(storage, key)
+        projected = project(parts.kind, key, payload)
+        fact = {"key": key, "day": parts.day, "kind": parts.kind, "recorded_at": projected.recorded_at}
+        return {"facts": [fact], **projected.tables}
+    except NotFoundError:
+        return None
+    except FactError as error:
+        return str(error).removeprefix(f"{key}: ")
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _open_keys(connection: duckdb.DuckDBPyConnection, storage: Storage, today: date) -> list[str]:
+    last = connection.execute("SELECT max(day) FROM facts WHERE day <= ?", [today]).fetchall()[0][0]
+    if last is None:
+        return fact_keys(storage)
+    first = last - timedelta(days=1)
+    days = {first + timedelta(days=offset) for offset in range((today - first).days + 2)}
+    days |= {
+        row[0]
+        for row in connection.execute(
+            "SELECT DISTINCT instant::DATE FROM ranks WHERE outcome IS NULL"
+        ).fetchall()
+    }
+    return [key for day in sorted(days) for key in fact_keys(storage, day)]
+
+
+def _day(key: str) -> date | None:
+    try:
+        return parse_key(key).day
+    except FactError:
+        return None
+
+
+@contextlib.contextmanager
+def _lock(directory: Path) -> Iterator[None]:
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "ledger.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _connect(file: Path) -> Iterator[duckdb.DuckDBPyConnection]:
+    try:
+        connection = duckdb.connect(str(file), config={"threads": "2", "memory_limit": "1GB"})
+    except duckdb.Error as error:
+        raise LedgerError(
+            f"{file}: {error}; `slotwise ledger rebuild` makes it anew from the facts"
+        ) from None
+    try:
+        connection.execute("SET TimeZone = 'UTC'")
+        yield connection
+    finally:
+        connection.close()
+
+
+def _quoted(path: Path) -> str:
+    return str(path).replace("'", "''")
