@@ -74,7 +74,11 @@ class Service(Strict):
 
 
 class Cluster(Strict):
-    """The whole file. Times are minutes; `plan_slots` and `season_slots` default to 24 hours."""
+    """The whole file. `plan_slots` and `season_slots` default to 24 hours.
+
+    A job that has not begun `start_timeout_minutes` after its start goes back to the queue. Workers and
+    runners renew a lease three times in `lease_seconds`; one that is four times as old counts as lost.
+    """
 
     name: Name
     storage: str = "file:.slotwise/storage"
@@ -86,7 +90,8 @@ class Cluster(Strict):
     plan_slots: Annotated[int, Field(ge=1, le=2016)] | None = None
     season_slots: Annotated[int, Field(ge=1, le=2016)] | None = None
     full_mode_seconds: Annotated[float, Field(ge=0, le=3600)] = 10.0
-    start_timeout_minutes: Annotated[float, Field(gt=0)] = 10.0
+    start_timeout_minutes: Annotated[float, Field(gt=0, le=1440)] = 10.0
+    lease_seconds: Annotated[float, Field(ge=1, le=600)] = 10.0
     nodes: Annotated[tuple[Node, ...], Field(min_length=1)]
     services: tuple[Service, ...] = ()
 
@@ -157,6 +162,11 @@ class Site:
     def plan_every(self) -> timedelta:
         """Time between two plans."""
         return timedelta(minutes=self.cluster.plan_every_minutes)
+
+    @property
+    def lost_after(self) -> timedelta:
+        """Age of a lease at which its holder counts as lost. A runner ends its own work at half of it."""
+        return timedelta(seconds=4 * self.cluster.lease_seconds)
 
     @property
     def plan_slots(self) -> int:
