@@ -41,6 +41,7 @@ __all__ = [
     "Tenant",
     "Unplaced",
     "load_problem",
+    "solve",
 ]
 
 
@@ -49,3 +50,18 @@ def load_problem(path: str | Path) -> Problem:
     from allocator.reading import read_problem
 
     return read_problem(path)
+
+
+def solve(
+    problem: Problem,
+    mode: str = "fast",
+    *,
+    seed: int = 0,
+    iterations: int | None = None,
+    time_limit: float | None = None,
+    bound: bool = False,
+) -> Plan:
+    """Plan a problem in one of the modes fast, full, fifo, backfill, greedy: see ``allocator.solver.solve``."""
+    from allocator.solver import solve as run
+
+    return run(problem, mode, seed=seed, iterations=iterations, time_limit=time_limit, bound=bound)

@@ -1,0 +1,213 @@
+"""Jobs in the grid: the earliest free block for each job of an order, and taking jobs out again.
+
+A packing is what the search changes: the free cells, where each job is, and what the jobs are worth together.
+The invariant: the cells of placed jobs, the free cells and what was taken from the start never overlap and
+together are the grid, so a packing that was only changed through its methods keeps every rule.
+
+A job goes to the earliest slot where it fits. Among the blocks of that slot it takes one that touches other work, the
+border of its node, or best both, so that the runs of free GPUs that remain stay wide. The cost of the choice:
+a job never waits although a later start may leave more room; the order in which jobs come, and
+``improve``, have to make up for it.
+"""
+
+from __future__ import annotations
+
+from allocator.grid import Layout, Option, Task
+from allocator.quota import Quota
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+FIRST, LOW, HIGH = 0, 1, 2
+
+
+class Packing:
+    """Where jobs are.
+
+    Attributes:
+        free: the free cells.
+        cells: of each task, its cells; 0 when it is out.
+        start, option: of each task that is in, its start slot and the option it uses.
+        gain: worth of the jobs that are in, and the move costs that they save.
+    """
+
+    __slots__ = ("cells", "free", "gain", "layout", "option", "quota", "start")
+
+    def __init__(self, layout: Layout, tasks: list[Task], free: int, quota: Quota | None) -> None:
+        self.layout = layout
+        self.free = free
+        self.quota = quota
+        self.cells = [0] * len(tasks)
+        self.start = [0] * len(tasks)
+        self.option: list[Option | None] = [None] * len(tasks)
+        self.gain = 0.0
+
+    def fill(self, order: Iterable[Task], side: int, earliest: int = 0) -> None:
+        """Place each job of an order that is out and fits, at its earliest start.
+
+        Args:
+            side: which block of that slot: FIRST takes the lowest; LOW and HIGH the lowest and the highest of
+                those that fit snugly.
+            earliest: no job starts before this slot.
+        """
+        layout, quota, horizon = self.layout, self.quota, self.layout.horizon
+        stride, row_mask, borders = layout.gpus, layout.row, layout.node_starts
+        cells, free, gain = self.cells, self.free, self.gain
+        walls: list[
+            tuple[int, int]
+        ] = []  # widths and lengths that fit nowhere; less is free as jobs are placed
+        failed: set[int] = set()
+        for task in order:
+            index = task.index
+            if cells[index]:
+                continue
+            for option in task.options:
+                gpus, slots, lasting = option.gpus, option.slots, free
+                if quota is not None:
+                    lasting &= ~quota.closed(task, gpus, slots)
+                elif id(option) in failed or (walls and not option.gang and any([gpus >= w and slots >= d for w, d in walls])):
+                    continue
+                for shift in option.time_shifts:
+                    lasting &= lasting >> shift
+                fits = lasting
+                for shift in option.width_shifts:
+                    fits &= fits >> shift
+                fits &= option.starts
+                if earliest:
+                    fits = fits >> (earliest * stride) << (earliest * stride)
+                if option.gang:
+                    block = gang_block(layout, option, fits)
+                    if not block:
+                        continue
+                    start = ((block & -block).bit_length() - 1) // stride
+                    break
+                if not fits:
+                    if quota is None:
+                        failed.add(id(option))
+                        if option.anywhere:
+                            walls.append((gpus, slots))
+                    continue
+                start = ((fits & -fits).bit_length() - 1) // stride
+                base = start * stride
+                row = (fits >> base) & row_mask
+                if row & (row - 1):
+                    if side:
+                        around = (lasting >> base) & row_mask
+                        left = row & (~(around << 1) | borders)
+                        right = row & (~(around >> gpus) | option.edge)
+                        row = left & right or left | right
+                    if side != HIGH:
+                        row &= -row
+                block = option.shape << (base + row.bit_length() - 1)
+                break
+            else:
+                continue
+            free ^= block
+            cells[index] = block
+            self.start[index] = start
+            self.option[index] = option
+            inside = horizon - start
+            gain += task.worth if option.slots <= inside else task.worth * inside / option.slots
+            if start <= task.told:
+                gain += task.move_cost
+            if quota is not None:
+                quota.take(task, option.gpus, start, option.slots)
+        self.free, self.gain = free, gain
+
+    def remove(self, task: Task) -> None:
+        """Take a job out."""
+        index = task.index
+        option = self.option[index]
+        assert option is not None
+        self.free |= self.cells[index]
+        self.cells[index] = 0
+        self.gain -= _gain(task, self.start[index], option.slots, self.layout.horizon)
+        if self.quota is not None:
+            self.quota.take(task, -option.gpus, self.start[index], option.slots)
+
+    def put(self, task: Task, option: Option, start: int, block: int) -> None:
+        """Place a job on free cells that are known to suit it."""
+        index = task.index
+        self.free ^= block
+        self.cells[index] = block
+        self.start[index] = start
+        self.option[index] = option
+        self.gain += _gain(task, start, option.slots, self.layout.horizon)
+        if self.quota is not None:
+            self.quota.take(task, option.gpus, start, option.slots)
+
+    def advance(self, order: Iterable[Task]) -> bool:
+        """Move each job that is in to the earliest start its option has with all others fixed. Whether any moved."""
+        stride, moved = self.layout.gpus, False
+        for task in order:
+            block = self.cells[task.index]
+            if not block or not self.start[task.index] or self.start[task.index] == task.job.release:
+                continue
+            option = self.option[task.index]
+            assert option is not None
+            start = self.start[task.index]
+            self.remove(task)
+            open_cells = self.free
+            if self.quota is not None:
+                open_cells &= ~self.quota.closed(task, option.gpus, option.slots)
+            earlier = places(option, open_cells) & ((1 << (start * stride)) - 1)
+            if option.gang:
+                found = gang_block(self.layout, option, earlier)
+            else:
+                found = option.shape * (earlier & -earlier)
+            if found:
+                moved = True
+                block = found
+                start = ((found & -found).bit_length() - 1) // stride
+            self.put(task, option, start, block)
+        return moved
+
+    def copy(self, other: Packing, task: Task) -> None:
+        """Place a job where it is in another packing; its cells have to be free here."""
+        option = other.option[task.index]
+        assert option is not None
+        self.put(task, option, other.start[task.index], other.cells[task.index])
+
+    def save(self) -> tuple[object, ...]:
+        """All that changes, for ``restore``."""
+        return self.free, self.cells.copy(), self.start.copy(), self.option.copy(), self.gain
+
+    def restore(self, saved: tuple[object, ...]) -> None:
+        self.free, self.cells, self.start, self.option, self.gain = saved
+
+
+def places(option: Option, free: int) -> int:
+    """Where a block of the option (of a gang: of one node) may begin among the free cells."""
+    for shift in option.time_shifts:
+        free &= free >> shift
+    for shift in option.width_shifts:
+        free &= free >> shift
+    return free & option.starts
+
+
+def _gain(task: Task, start: int, slots: int, horizon: int) -> float:
+    """What a job adds with this start: its worth inside the horizon, and the move cost that it saves."""
+    inside = horizon - start
+    gain = task.worth if slots <= inside else task.worth * inside / slots
+    return gain + task.move_cost if start <= task.told else gain
+
+
+def gang_block(layout: Layout, option: Option, fits: int) -> int:
+    """The cells of the earliest gang: whole nodes, the first that are free in a group with enough of them."""
+    stride, row_mask = layout.gpus, layout.row
+    while fits:
+        base = ((fits & -fits).bit_length() - 1) // stride * stride
+        row = (fits >> base) & row_mask
+        for group in option.groups:
+            nodes = row & group
+            if nodes.bit_count() >= option.gang:
+                block = 0
+                for _ in range(option.gang):
+                    first = nodes & -nodes
+                    block |= option.shape << (base + first.bit_length() - 1)
+                    nodes ^= first
+                return block
+        fits = fits >> (base + stride) << (base + stride)
+    return 0

@@ -1,0 +1,100 @@
+"""A schedule: services and jobs in the grid, as solvers build them, and the plan that is made of it.
+
+The invariant: a schedule is only built from free cells, services first, so it keeps every rule; the check that
+ends each solve only guards against mistakes here. Services come first because a missing real-time GPU
+costs many times what batch work earns; what they hold at which price of a GPU-slot is the solver's to choose.
+"""
+
+from __future__ import annotations
+
+from allocator.grid import Layout, Task
+from allocator.packing import Packing
+from allocator.plan import Placement, ServicePlan
+from allocator.problem import Service
+from allocator.quota import Quota, has_quota
+from allocator.realtime import Held, hold_counts
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from allocator.realtime import Chooser
+
+
+class Schedule:
+    """What services hold, and the jobs packed around them."""
+
+    __slots__ = ("held", "layout", "packing", "tasks")
+
+    def __init__(self, layout: Layout, tasks: list[Task], held: list[Held]) -> None:
+        self.layout = layout
+        self.tasks = tasks
+        self.held = held
+        service_cells = 0
+        for service in held:
+            service_cells |= service.cells
+        quota = Quota(layout, service_cells) if has_quota(layout.problem) else None
+        self.packing = Packing(layout, tasks, layout.free & ~service_cells, quota)
+
+    @property
+    def objective(self) -> float:
+        """Worth less shortage; short of the plan's objective by what no choice changes (running jobs)."""
+        return self.packing.gain - sum([held.cost for held in self.held])
+
+    def placements(self) -> tuple[Placement, ...]:
+        """All jobs of the plan, those at work included, in the order of their starts."""
+        problem, packing, stride = self.layout.problem, self.packing, self.layout.gpus
+        found = [
+            Placement(job.id, job.running.start, problem.running_slots(job), tuple(sorted(job.running.gpus)))
+            for job in problem.jobs
+            if job.running is not None
+        ]
+        for task in self.tasks:
+            block = packing.cells[task.index]
+            if block:
+                option, start = packing.option[task.index], packing.start[task.index]
+                assert option is not None
+                if option.gang:
+                    gpus = _gpus((block >> (start * stride)) & self.layout.row)
+                else:
+                    first = (block & -block).bit_length() - 1 - start * stride
+                    gpus = tuple(range(first, first + option.gpus))
+                found.append(Placement(task.job.id, start, option.slots, gpus))
+        found.sort(key=lambda placement: (placement.start, placement.gpus))
+        return tuple(found)
+
+    def realtime(self) -> tuple[ServicePlan, ...]:
+        """What each service holds and lacks, in the order of the problem."""
+        rows: dict[str, ServicePlan] = {}
+        for held in self.held:
+            gpus: list[tuple[int, ...]] = []
+            last, same = -1, ()
+            for row in held.rows:
+                if row != last:
+                    last, same = row, _gpus(row)
+                gpus.append(same)
+            service = held.service
+            short = tuple([service.shortage(slot, count) for slot, count in enumerate(held.counts)])
+            rows[service.service] = ServicePlan(service.service, tuple(gpus), short)
+        return tuple([rows[service.service] for service in self.layout.problem.services])
+
+
+def serve(layout: Layout, chooser: Callable[[Service], Chooser]) -> list[Held]:
+    """Give every service its GPUs, the dearest to leave short first; ``chooser`` says how many for each."""
+    free, held = layout.free, []
+    for service in sorted(layout.problem.services, key=lambda service: -service.penalty):
+        # What another service holds now stays its own until it is asked.
+        got = hold_counts(layout, free, service, chooser(service))
+        held.append(got)
+        free &= ~got.cells
+    return held
+
+
+def _gpus(row: int) -> tuple[int, ...]:
+    """The GPUs of a row mask, in rising order."""
+    found = []
+    while row:
+        low = row & -row
+        found.append(low.bit_length() - 1)
+        row ^= low
+    return tuple(found)
