@@ -165,7 +165,7 @@ def _commit(key: str, fact: Payload) -> Rows:
         }
         for service, targets in fact["targets"].items()
         for target in targets
-        for node, gpus in target["gpus"].items()
+        for node, gpus in (target["gpus"] or {"": []}).items()  # a service without GPUs has a row too
     ]
     return {"allocations": allocations, "serving": serving}
 

@@ -155,7 +155,7 @@ COMMENT ON TABLE serving IS 'GPUs committed to real-time services; each set hold
 COMMENT ON COLUMN serving.instant IS 'Instant of the commitment';
 COMMENT ON COLUMN serving.service IS 'The service';
 COMMENT ON COLUMN serving.from_at IS 'From when on';
-COMMENT ON COLUMN serving.node IS 'The node';
+COMMENT ON COLUMN serving.node IS 'The node; empty when the service has no GPUs from then on';
 COMMENT ON COLUMN serving.gpus IS 'GPU indices on that node';
 
 CREATE TABLE dispatches (

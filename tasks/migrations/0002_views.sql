@@ -82,6 +82,33 @@ FROM outcomes o JOIN attempts a USING (job, attempt) JOIN specs s USING (job)
 GROUP BY o.job, o.attempt, s.kind, s.tenant, s.priority;
 COMMENT ON VIEW runs IS 'Every attempt that ended: MFU, speed, GPU seconds, cost, value, error';
 
+CREATE VIEW serving_counts AS
+WITH commitments AS (
+    SELECT service, instant, lead(instant) OVER (PARTITION BY service ORDER BY instant) AS superseded_at
+    FROM (SELECT DISTINCT service, instant FROM serving)
+)
+SELECT s.service, s.from_at, sum(len(s.gpus))::INTEGER AS gpus
+FROM serving s JOIN commitments c USING (service, instant)
+WHERE s.from_at < coalesce(c.superseded_at, TIMESTAMPTZ 'infinity')
+GROUP BY s.service, s.instant, s.from_at;
+COMMENT ON VIEW serving_counts IS 'How many GPUs each service was given, from when on, until its next row';
+
+CREATE VIEW durations AS
+SELECT r.job, r.kind, s.template, r.gpus, s.duration_s AS declared_s, r.seconds AS actual_s, r.ended_at
+FROM runs r JOIN specs s USING (job) WHERE r.state = 'completed';
+COMMENT ON VIEW durations IS 'Declared and actual durations of what completed, from which estimates learn';
+
+CREATE VIEW holders AS
+SELECT
+    j.job, j.kind, j.value, j.priority, j.duration_s, j.last_attempt, a.start_at, a.started_at, a.end_at,
+    a.ended = a.ranks AS over, list({'node': r.node, 'gpus': r.gpus} ORDER BY r.rank) AS nodes
+FROM jobs j
+JOIN attempts a ON a.job = j.job AND a.attempt = j.attempts
+JOIN ranks r ON r.job = a.job AND r.attempt = a.attempt
+WHERE a.ended < a.ranks OR (j.state = 'queued' AND NOT a.wrong_spec)
+GROUP BY ALL ORDER BY a.start_at, j.job;
+COMMENT ON VIEW holders IS 'Attempts that hold GPUs or will, and (over) the last of jobs that wait to be tried again';
+
 CREATE VIEW forecast_errors AS
 SELECT f.service, f.instant, f.step, f.ts, f.quantiles[1] AS low, f.quantiles[5] AS expected,
     f.quantiles[10] AS high, d.gpus AS actual, d.gpus - f.quantiles[5] AS error, f.method

@@ -1,0 +1,252 @@
+"""Allocate: turn the state in the ledger into a planning problem, solve it, and set the baselines beside it.
+
+Invariant: what runs, what is committed and what a service holds enters the problem as fixed; the value of a
+job is the one recorded when it was taken in. If full mode fails or runs out of time, the fast plan stands.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+import allocator
+from allocator import Choice, Hole, Plan, Problem, ProblemError, Running
+from tasks import ledger
+from tasks.cluster import Node, Service, Site
+from tasks.collect import ledger_directory
+from tasks.durations import Estimates, estimates
+from tasks.forecast import Forecast, gpu_demand_quantiles
+from tasks.hour import Degradation, Hour
+from tasks.serving import target
+
+BASELINES = ("fifo", "backfill", "greedy")
+RETRIED = ("failed", "crashed", "stopped")  # states after which a job may go on where it was
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """An attempt that holds GPUs, or soon will, or a failed one whose retry keeps them."""
+
+    job: str
+    kind: str
+    gpus: tuple[int, ...]  # numbers within the problem
+    begins: datetime
+    ends: datetime  # expected
+    value: float
+    priority: float
+    retry: bool
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A solved problem, the numbers of its GPUs, what each baseline makes of it, and what had to give."""
+
+    hour: Hour
+    problem: Problem
+    plan: Plan
+    baselines: dict[str, Plan]
+    gpus: tuple[tuple[Node, int], ...]
+    queued: dict[str, dict[str, Any]]  # rows of the view `jobs`, retries among them
+    problems: list[Degradation]
+
+    @property
+    def slot(self) -> timedelta:
+        """Length of a slot."""
+        return timedelta(minutes=self.problem.slot_minutes)
+
+
+def allocate(
+    site: Site, hour: Hour, forecasts: Mapping[str, Forecast], lost: Iterable[str], full_seconds: float
+) -> Planned:
+    """Plan the horizon from `hour.begin` on; on the nodes in `lost` nothing may start."""
+    problems: list[Degradation] = []
+    state = read_state(site, hour.begin)
+    problem = build_problem(site, hour, state, forecasts, set(lost), problems)
+    plan = allocator.solve(problem, mode="fast")
+    if full_seconds > 0 and any(job.running is None for job in problem.jobs):
+        try:
+            plan = allocator.solve(problem, mode="full", time_limit=full_seconds)
+        except Exception as error:  # the fast plan stands, whatever the solver did
+            problems.append(Degradation("allocate", "full mode", f"{error}; the fast plan stands"))
+    baselines = {mode: allocator.solve(problem, mode=mode) for mode in BASELINES}
+    gpus = tuple((node, index) for _, node, index in site.gpu_numbers())
+    queued = {row["job"]: row for row in state.queued}
+    return Planned(hour, problem, plan, baselines, gpus, queued, problems)
+
+
+@dataclass(frozen=True)
+class State:
+    """What a plan needs of the ledger: queued jobs as they were submitted, live attempts, past runs."""
+
+    queued: list[dict[str, Any]]
+    attempts: list[dict[str, Any]]
+    estimates: Estimates
+    observed: dict[str, float]
+
+    @property
+    def live(self) -> set[str]:
+        """Jobs with an attempt that has not ended."""
+        return {row["job"] for row in self.attempts if not row["over"]}
+
+
+def read_state(site: Site, at: datetime) -> State:
+    """Read the ledger, in one short transaction."""
+    with ledger.open_ledger(ledger_directory(site)) as connection:
+        queued = ledger.rows(
+            connection, "FROM jobs WHERE state = 'queued' ORDER BY submitted_at, release_at, job"
+        )
+        attempts = ledger.rows(connection, "FROM holders WHERE NOT over OR end_at > ?", [at])
+        past = ledger.rows(connection, "FROM durations ORDER BY ended_at")
+        observed = ledger.rows(
+            connection, "SELECT service, arg_max(gpus, ts) AS gpus FROM demand GROUP BY ALL"
+        )
+    return State(queued, attempts, estimates(past), {row["service"]: row["gpus"] for row in observed})
+
+
+def build_problem(
+    site: Site,
+    hour: Hour,
+    state: State,
+    forecasts: Mapping[str, Forecast],
+    lost: set[str],
+    problems: list[Degradation],
+) -> Problem:
+    """The planning problem."""
+    numbers = {(node.name, index): number for number, node, index in site.gpu_numbers()}
+    fixed = _fixed(site, hour, state, numbers, lost, problems)
+    windows = _windows(site, hour, fixed, problems)
+    jobs = [
+        allocator.Job(
+            id=fix.job,
+            kind=fix.kind,
+            choices=(Choice(len(fix.gpus), end - start),),
+            priority=fix.priority,
+            value=fix.value,
+            running=Running(start, fix.gpus),
+        )
+        for fix, (start, end) in windows
+    ]
+    held_jobs = {job.id for job in jobs}
+    jobs += [
+        _queued(site, hour, state, row) for row in state.queued if row["job"] not in held_jobs | state.live
+    ]
+    busy = {gpu for fix, (start, _) in windows if start <= 0 for gpu in fix.gpus}
+    services = [_service(site, service, forecasts, state, numbers, busy) for service in site.cluster.services]
+    gone = tuple(number for (node, _), number in numbers.items() if node in lost)
+    holes = [Hole(gone, 0, 10 * site.plan_slots)] if gone else []  # beyond the horizon: jobs may end after it
+    try:
+        return Problem(
+            name=hour.instant.isoformat(),
+            slots=site.plan_slots,
+            slot_minutes=site.cluster.slot_minutes,
+            nodes=tuple(allocator.Node(n.name, n.gpus, n.gpu, n.domain) for n in site.cluster.nodes),
+            jobs=tuple(jobs),
+            services=tuple(services),
+            unavailable=tuple(holes),
+            open_end=True,
+        )
+    except ProblemError as error:
+        raise RuntimeError(f"the ledger's state makes no sound problem: {error}") from error
+
+
+def _fixed(
+    site: Site,
+    hour: Hour,
+    state: State,
+    numbers: dict[tuple[str, int], int],
+    lost: set[str],
+    problems: list[Degradation],
+) -> list[Fixed]:
+    fixed = []
+    for row in state.attempts:
+        places = [(part["node"], gpu) for part in row["nodes"] for gpu in part["gpus"]]
+        retry = bool(row["over"])
+        if retry and (row["last_attempt"] not in RETRIED or lost & {node for node, _ in places}):
+            continue
+        if any(place not in numbers for place in places):
+            problems.append(Degradation("allocate", row["job"], "holds GPUs that the cluster file lacks"))
+            continue
+        begins = hour.begin if retry else row["started_at"] or max(row["start_at"], hour.begin)
+        elapsed = max((hour.begin - begins).total_seconds(), 0.0)
+        left = state.estimates.remaining_s(row["job"], row["kind"], len(places), row["duration_s"], elapsed)
+        ends = row["end_at"] if retry else max(begins, hour.begin) + timedelta(seconds=left)
+        gpus = tuple(sorted(numbers[place] for place in places))
+        fixed.append(Fixed(row["job"], row["kind"], gpus, begins, ends, row["value"], row["priority"], retry))
+    return fixed
+
+
+def _windows(
+    site: Site, hour: Hour, fixed: list[Fixed], problems: list[Degradation]
+) -> list[tuple[Fixed, tuple[int, int]]]:
+    """Slots of each fixed attempt, (start, end).
+
+    One whose GPUs an overrunning other still holds begins after it.
+    """
+    free_from: dict[int, int] = {}
+    windows = []
+    for fix in sorted(fixed, key=lambda fix: (fix.retry, fix.begins > hour.begin, fix.begins)):
+        start = (
+            math.ceil((fix.begins - hour.begin) / site.slot)
+            if fix.begins > hour.begin
+            else -int((hour.begin - fix.begins) / site.slot)
+        )
+        length = max(math.ceil((fix.ends - max(fix.begins, hour.begin)) / site.slot), 1)
+        earliest = max(free_from.get(gpu, start) for gpu in fix.gpus)
+        if earliest > start:
+            if fix.retry or earliest >= site.plan_slots:
+                problems.append(Degradation("allocate", fix.job, "its GPUs are taken; it waits for others"))
+                continue
+            start = max(earliest, 0)
+        end = max(start, 0) + length
+        for gpu in fix.gpus:
+            free_from[gpu] = end
+        windows.append((fix, (start, end)))
+    return windows
+
+
+def _queued(site: Site, hour: Hour, state: State, row: dict[str, Any]) -> allocator.Job:
+    seconds = state.estimates.estimate_s(row["job"], row["kind"], row["gpus"], row["duration_s"])
+    deadline = row["deadline_at"]
+    return allocator.Job(
+        id=row["job"],
+        kind=row["kind"],
+        choices=(Choice(row["gpus"], max(math.ceil(timedelta(seconds=seconds) / site.slot), 1)),),
+        priority=row["priority"],
+        value=row["value"],
+        release=max(math.ceil((row["release_at"] - hour.begin) / site.slot), 0),
+        deadline=None if deadline is None else math.floor((deadline - hour.begin) / site.slot),
+        gpu_types=tuple(row["gpu_types"] or ()),
+    )
+
+
+def _service(
+    site: Site,
+    service: Service,
+    forecasts: Mapping[str, Forecast],
+    state: State,
+    numbers: dict[tuple[str, int], int],
+    busy: set[int],
+) -> allocator.Service:
+    rows = gpu_demand_quantiles(forecasts[service.name], service.gpus_per_replica)
+    # The committed slot never goes below what was last observed.
+    seen = (
+        math.ceil(state.observed.get(service.name, 0.0) / service.gpus_per_replica) * service.gpus_per_replica
+    )
+    rows = [[max(count, seen) for count in rows[0]], *rows[1:]]
+    current = sorted(
+        numbers[node, gpu]
+        for node, gpus in target(site.storage, service.name).gpus.items()
+        for gpu in gpus
+        if (node, gpu) in numbers and numbers[node, gpu] not in busy
+    )
+    per_slot = math.ceil(service.ramp_per_hour * site.cluster.slot_minutes / 60)
+    return allocator.Service(
+        service=service.name,
+        ramp=max(per_slot, service.gpus_per_replica),
+        demand_quantiles=tuple(tuple(row) for row in rows),
+        priority=service.priority,
+        shortage_penalty=service.shortage_penalty,
+        current=tuple(current),
+        gpus_per_replica=service.gpus_per_replica,
+    )

@@ -1,0 +1,139 @@
+"""Commit: fix what starts before the next plan, at once or not at all.
+
+Invariant: the commitment is one fact, created only if no one has committed this instant. The plan itself, the
+rest of the horizon included, is recorded beside it as advice.
+"""
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from allocator import Placement
+from tasks.allocate import Planned
+from tasks.cluster import Node, Site
+from tasks.facts import fact_key, write_fact, write_json
+from tasks.instants import text
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Key of the commitment, whether it is ours, and the jobs whose start it fixes."""
+
+    key: str
+    ours: bool
+    jobs: tuple[str, ...]
+
+
+def commit(site: Site, planned: Planned, now: datetime) -> Committed:
+    """Record the plan and commit its first slots. When another planner was first, its commitment stands."""
+    hour, storage = planned.hour, site.storage
+    placements = [_placement(planned, place) for place in planned.plan.placements if _binds(planned, place)]
+    body = {
+        "instant": text(hour.instant),
+        "until": text(hour.until),
+        "placements": placements,
+        "targets": _targets(planned),
+        "lease_seconds": site.cluster.lease_seconds,
+        "start_timeout_minutes": site.cluster.start_timeout_minutes,
+    }
+    ours = write_fact(storage, hour.commit_key, now, body)
+    if ours:
+        key = fact_key("plan", hour.instant, text(hour.instant))
+        write_fact(storage, key, now, plan_fact(planned))
+        write_json(storage, f"problems/{text(hour.instant)}.json", planned.problem.to_dict())
+    return Committed(hour.commit_key, ours, tuple(place["job"] for place in placements) if ours else ())
+
+
+def plan_fact(planned: Planned) -> dict[str, Any]:
+    """What is recorded of a plan: its figures, the baselines', and its word on every job."""
+    plan, problem = planned.plan, planned.problem
+    return {
+        "instant": text(planned.hour.instant),
+        "trigger": planned.hour.trigger,
+        "mode": plan.mode,
+        "slot_minutes": problem.slot_minutes,
+        "slots": problem.slots,
+        "objective": plan.objective,
+        "bound": plan.bound,
+        "value": plan.value,
+        "utilization": plan.utilization,
+        "shortage": sum(sum(service.shortage) for service in plan.realtime),
+        "solve_ms": plan.solve_ms,
+        "placed": [
+            {"job": p.job, "start": _at(planned, p.start), "end": _at(planned, p.end), "gpus": list(p.gpus)}
+            for p in plan.placements
+        ],
+        "unplaced": [
+            {
+                "job": u.job,
+                "reason": u.reason,
+                "earliest_start": None if u.earliest_start is None else _at(planned, u.earliest_start),
+            }
+            for u in plan.unplaced
+        ],
+        "realtime": [
+            {"service": s.service, "gpus": [list(row) for row in s.gpus], "shortage": list(s.shortage)}
+            for s in plan.realtime
+        ],
+        "baselines": {
+            name: {"value": b.value, "utilization": b.utilization, "objective": b.objective}
+            for name, b in planned.baselines.items()
+        },
+        "warnings": list(plan.warnings),
+    }
+
+
+def _binds(planned: Planned, place: Placement) -> bool:
+    begins = planned.hour.begin + place.start * planned.slot
+    return place.job in planned.queued and begins < planned.hour.until
+
+
+def _placement(planned: Planned, place: Placement) -> dict[str, Any]:
+    """A committed start: everything that the nodes which run it need to know."""
+    row = planned.queued[place.job]
+    nodes: dict[str, tuple[Node, list[int]]] = {}
+    for number in place.gpus:
+        node, index = planned.gpus[number]
+        nodes.setdefault(node.name, (node, []))[1].append(index)
+    return {
+        "job": place.job,
+        "attempt": row["attempts"] + 1,
+        "spec": row["spec_key"],
+        "start": _at(planned, place.start),
+        "end": _at(planned, place.end),
+        "nodes": [
+            {
+                "node": node.name,
+                "gpus": gpus,
+                "gpu": node.gpu,
+                "node_gpus": node.gpus,
+                "address": node.address,
+                "price_per_gpu_hour": node.price_per_gpu_hour,
+            }
+            for node, gpus in nodes.values()
+        ],
+    }
+
+
+def _targets(planned: Planned) -> dict[str, list[dict[str, Any]]]:
+    """Per service, the GPUs by node from each slot on in which they change, until the next plan."""
+    targets: dict[str, list[dict[str, Any]]] = {}
+    for service in planned.plan.realtime:
+        changes: list[dict[str, Any]] = []
+        before = None
+        for slot, numbers in enumerate(service.gpus):
+            if slot and planned.hour.begin + slot * planned.slot >= planned.hour.until:
+                break
+            if numbers != before:
+                gpus: dict[str, list[int]] = {}
+                for number in numbers:
+                    node, index = planned.gpus[number]
+                    gpus.setdefault(node.name, []).append(index)
+                changes.append({"from": _at(planned, slot), "gpus": gpus})
+            before = numbers
+        targets[service.service] = changes
+    return targets
+
+
+def _at(planned: Planned, slot: int) -> str:
+    return text(planned.hour.begin + slot * planned.slot)

@@ -1,0 +1,108 @@
+"""Dispatch: make the world match what is committed. Running it twice changes nothing.
+
+Invariant: one flow run for each rank of each attempt (its idempotency key says so), and a service is only
+ever told of GPUs that no attempt holds. The rank itself waits until its GPUs are clear; nothing is started
+from here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from tasks import ledger
+from tasks.cluster import Site
+from tasks.collect import ledger_directory
+from tasks.facts import fact_key, write_fact
+from tasks.hour import Degradation
+from tasks.reconcile import void_start, write_outcome
+from tasks.serving import ServingError, publish_target
+from tasks.storage import StorageError
+
+Rank = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class FlowRun:
+    """A flow run as the orchestrator knows it: its id, and whether it is over."""
+
+    id: str
+    over: bool
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """Ranks that got a flow run, ranks whose flow run died before it began, GPUs published per service."""
+
+    created: tuple[str, ...]
+    dead: tuple[str, ...]
+    targets: dict[str, int]
+    problems: list[Degradation]
+
+
+def dispatch(site: Site, ensure_run: Callable[[Rank], FlowRun], now: datetime) -> Dispatched:
+    """Create what is missing.
+
+    `ensure_run` creates the flow run of a rank, or finds the one with the same idempotency key; it may raise
+    anything, which degrades that rank only.
+    """
+    with ledger.open_ledger(ledger_directory(site)) as connection:
+        waiting = ledger.rows(
+            connection,
+            "SELECT r.*, d.flow_run FROM ranks r LEFT JOIN dispatches d USING (job, attempt, rank) "
+            "WHERE r.outcome IS NULL AND r.started_at IS NULL ORDER BY r.start_at, r.job, r.rank",
+        )
+        holders = ledger.rows(
+            connection,
+            "SELECT node, gpus FROM ranks "
+            "WHERE outcome IS NULL AND (started_at IS NOT NULL OR start_at <= ?)",
+            [now],
+        )
+        due = ledger.rows(
+            connection,
+            "FROM serving WHERE from_at <= ? "
+            "QUALIFY rank() OVER (PARTITION BY service ORDER BY instant DESC, from_at DESC) = 1",
+            [now],
+        )
+    problems: list[Degradation] = []
+    created, dead = [], []
+    for rank in waiting:
+        name = f"{rank['job']}.{rank['attempt']}.{rank['rank']}"
+        try:
+            run = ensure_run(rank)
+        except Exception as error:  # the server's trouble: the next hour, or the next replan, tries again
+            problems.append(Degradation("dispatch", name, f"no flow run: {error}; tried again later"))
+            continue
+        if rank["flow_run"] is None:
+            key = fact_key("dispatch", rank["instant"], rank["job"], rank["attempt"], rank["rank"])
+            parts = {part: rank[part] for part in ("job", "attempt", "rank", "node")}
+            write_fact(site.storage, key, now, {**parts, "flow_run": run.id})
+            created.append(name)
+        if run.over and void_start(site.storage, rank, "its flow run died before it began", now):
+            write_outcome(site.storage, {**rank, "price": 0.0}, "not_started", "its flow run died", now)
+            dead.append(name)
+    taken = {(rank["node"], gpu) for rank in holders for gpu in rank["gpus"]}
+    targets = _publish(site, due, taken, problems, now)
+    return Dispatched(tuple(created), tuple(dead), targets, problems)
+
+
+def _publish(
+    site: Site,
+    due: list[dict[str, Any]],
+    taken: set[tuple[str, int]],
+    problems: list[Degradation],
+    now: datetime,
+) -> dict[str, int]:
+    """Tell each service its GPUs, without those that an overrunning job still holds; how many it got."""
+    published = {}
+    for service in site.cluster.services:
+        rows = [row for row in due if row["service"] == service.name]
+        if not rows:  # no plan has spoken of it yet
+            continue
+        gpus = {row["node"]: [gpu for gpu in row["gpus"] if (row["node"], gpu) not in taken] for row in rows}
+        published[service.name] = sum(map(len, gpus.values()))
+        try:
+            publish_target(site.storage, service, {node: free for node, free in gpus.items() if free}, now)
+        except (ServingError, StorageError) as error:
+            problems.append(Degradation("dispatch", service.name, f"{error}; its last target stands"))
+    return published

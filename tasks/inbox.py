@@ -1,0 +1,164 @@
+"""Take in what people left: job specs, recurring jobs that are due, cancel requests.
+
+Invariant: a file leaves the inbox only after its fact, or its rejection, stands in storage; a process that
+dies in between leaves the file, and the next one finds that the fact is there. One bad file never stops the
+others.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from tasks.cluster import Site
+from tasks.facts import FactError, fact_key, read_json, write_fact
+from tasks.instants import text
+from tasks.jobs import Job, occurrences, read_job
+from tasks.specfile import SpecError
+from tasks.storage import NotFoundError, Storage, StorageError
+
+FINAL_STATES = ("completed", "failed", "cancelled", "expired")
+
+
+@dataclass(frozen=True)
+class Received:
+    """Ids of the jobs taken in, names of files refused, (name, reason) of files that could not be read."""
+
+    jobs: tuple[str, ...] = ()
+    rejected: tuple[str, ...] = ()
+    unread: tuple[tuple[str, str], ...] = ()
+
+
+def take_specs(site: Site, known: dict[str, str], now: datetime) -> Received:
+    """Turn every file in the inbox into a fact or a rejection.
+
+    `known` maps the ids that are taken to the hash of the file each came from.
+    """
+    storage = site.storage
+    known = dict(known)
+    jobs, rejected, unread = [], [], []
+    for key in storage.keys("inbox/"):
+        name = key.removeprefix("inbox/")
+        try:
+            content = storage.read(key)
+        except NotFoundError:
+            continue
+        except StorageError as error:
+            unread.append((name, str(error)))
+            continue
+        try:
+            identity, digest = _take_spec(site, name, content, known, now)
+            known[identity] = digest
+            jobs.append(identity)
+        except SpecError as error:
+            _reject(storage, name, content, str(error), now)
+            rejected.append(name)
+        storage.delete(key)
+    return Received(tuple(jobs), tuple(rejected), tuple(unread))
+
+
+def _take_spec(
+    site: Site, name: str, content: bytes, known: dict[str, str], now: datetime
+) -> tuple[str, str]:
+    """Record one spec; its id and the hash of its file. Raises SpecError."""
+    job = read_job(content, name, site)
+    digest = hashlib.sha256(name.encode() + b"\0" + content).hexdigest()
+    identity = job.id or f"{job.kind.replace('_', '-')}-{digest[:8]}"
+    fact = fact_key("spec", now, identity)
+    if identity in known:
+        taken = known[identity]
+    elif write_fact(site.storage, fact, now, spec_fact(job, identity, name, digest, now)):
+        taken = digest
+    else:
+        taken = str(read_json(site.storage, fact)["sha256"])
+    if taken != digest:  # the same digest: this very file, and its taker died before deleting it
+        raise SpecError(f"{name}: id: {identity} is taken by an earlier job; use another id")
+    return identity, digest
+
+
+def spec_fact(
+    job: Job, identity: str, source: str, digest: str, now: datetime, occurrence: datetime | None = None
+) -> dict[str, Any]:
+    """What is recorded of a job that is taken in; `occurrence` is set for one of a recurring job."""
+    release = occurrence or max(job.not_before or now, now)
+    return {
+        "job": identity,
+        "template": job.id if occurrence else None,
+        "schedule": None if occurrence else job.schedule,
+        "spec": job.model_dump(mode="json"),
+        "value": job.value,
+        "duration_s": job.seconds,
+        "max_duration_s": job.max_seconds,
+        "release": text(release),
+        "deadline": text(job.deadline) if job.deadline else None,
+        "source": source,
+        "sha256": digest,
+    }
+
+
+def take_recurring(site: Site, templates: Iterable[dict[str, Any]], now: datetime) -> tuple[str, ...]:
+    """One job for each occurrence up to a day ahead; its key carries the instant, so it is made once.
+
+    Each template row has job, spec (a Job's JSON), schedule, sha256, source and `last`, the latest occurrence
+    so far or the time of submission. An occurrence may start from its instant on, but is planned before.
+    """
+    storage = site.storage
+    horizon = now + min(timedelta(days=1), site.plan_slots * site.slot)
+    made = []
+    for row in templates:
+        job = Job.model_validate_json(row["spec"])
+        for instant in occurrences(row["schedule"], row["last"], horizon, site.cluster.time_zone):
+            identity = f"{row['job']}@{instant:%Y-%m-%dT%H:%MZ}"
+            body = spec_fact(job, identity, row["source"], row["sha256"], now, instant)
+            if write_fact(storage, fact_key("spec", instant, identity), now, body):
+                made.append(identity)
+    return tuple(made)
+
+
+def take_cancels(site: Site, states: dict[str, str], requested: set[str], now: datetime) -> tuple[str, ...]:
+    """Turn cancel requests into facts. `states` maps known jobs (templates too) to their state.
+
+    The request stays where the job's runner sees it, until the job has ended.
+    """
+    storage = site.storage
+    taken = []
+    for key in storage.keys("cancel/"):
+        job = key.removeprefix("cancel/").removesuffix(".json")
+        if job not in states:
+            _reject(storage, f"cancel-{job}.json", storage.read(key), f"cancel: there is no job {job}", now)
+            storage.delete(key)
+            continue
+        if job not in requested:
+            write_fact(storage, fact_key("cancel", now, job), now, {"job": job})
+            taken.append(job)
+        if states[job] in (*FINAL_STATES, "recurring"):
+            storage.delete(key)
+    return tuple(taken)
+
+
+def request_cancel(storage: Storage, job: str, by: str, now: datetime) -> bool:
+    """Leave a cancel request; False when there is one already."""
+    return write_fact(storage, f"cancel/{job}.json", now, {"job": job, "by": by})
+
+
+def cancel_requested(storage: Storage, job: str) -> bool:
+    """Whether someone wants the job to end."""
+    try:
+        read_json(storage, f"cancel/{job}.json")
+    except NotFoundError:
+        return False
+    except FactError:  # somebody's empty file says it as well
+        return True
+    return True
+
+
+def _reject(storage: Storage, name: str, content: bytes, error: str, now: datetime) -> None:
+    digest = hashlib.sha256(content).hexdigest()[:8]
+    target = f"rejected/{name}"
+    if not storage.create(target, content) and storage.read(target) != content:
+        target = f"rejected/{digest}-{name}"
+        storage.write(target, content)
+    storage.write(f"{target}.error.txt", (error + "\n").encode())
+    fact = fact_key("rejected", now, f"{digest}-{name.replace('/', '-')[:120]}")
+    write_fact(storage, fact, now, {"source": name, "error": error})

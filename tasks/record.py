@@ -1,0 +1,123 @@
+"""Record: close the slots that have passed: what was planned, what happened, what the baselines planned.
+
+Invariant: each planned slot is closed once (its fact is created only if absent), from the ledger as it is
+then.
+"""
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from itertools import pairwise
+from typing import Any
+
+from tasks import ledger
+from tasks.cluster import Site
+from tasks.collect import ledger_directory
+from tasks.facts import fact_key, write_fact
+from tasks.instants import text
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A slot that was closed: its instant and the figures recorded."""
+
+    instant: datetime
+    figures: dict[str, Any]
+
+
+def record(site: Site, now: datetime) -> list[Closed]:
+    """Close every planned slot that has ended, then publish the ledger's copy."""
+    directory = ledger_directory(site)
+    with ledger.open_ledger(directory) as connection:
+        passed = ledger.rows(
+            connection,
+            "SELECT p.*, coalesce(lead(p.instant) OVER (ORDER BY p.instant), ?) AS next "
+            "FROM plans p WHERE p.trigger = 'hourly' "
+            "QUALIFY p.instant + to_minutes(?) <= ? AND p.instant NOT IN (SELECT instant FROM slots) "
+            "ORDER BY p.instant",
+            [now, site.cluster.plan_every_minutes, now],
+        )
+        figures = []
+        for plan in passed:
+            until = min(plan["instant"] + site.plan_every, plan["next"])
+            figures.append((plan, until, _happened(connection, site, plan["instant"], until)))
+    closed = []
+    for plan, until, happened in figures:
+        body = {
+            "instant": text(plan["instant"]),
+            "until": text(until),
+            "planned_value": plan["value"],
+            "planned_utilization": plan["utilization"],
+            **{f"{b}_{f}": plan[f"{b}_{f}"] for b in ("fifo", "backfill") for f in ("value", "utilization")},
+            **happened,
+        }
+        write_fact(site.storage, fact_key("slot", plan["instant"], text(plan["instant"])), now, body)
+        closed.append(Closed(plan["instant"], body))
+    ledger.take_in(directory, site.storage, now.date())
+    ledger.publish(directory)
+    return closed
+
+
+def _happened(connection: Any, site: Site, begin: datetime, end: datetime) -> dict[str, Any]:
+    """Figures of [begin, end): GPU-seconds held and served, shortage, value earned, jobs done."""
+    total = sum(node.gpus for node in site.cluster.nodes)
+    held = ledger.rows(connection, "FROM ranks WHERE started_at < ? AND NOT void", [end])
+    busy = sum(
+        len(rank["gpus"]) * _overlap(rank["started_at"], rank["ended_at"] or end, begin, end) for rank in held
+    )
+    ended = ledger.rows(
+        connection,
+        "SELECT job, state FROM attempts WHERE ended = ranks AND ended_at >= ? AND ended_at < ?",
+        [begin, end],
+    )
+    earned = ledger.rows(
+        connection, "SELECT sum(earned) AS value FROM jobs WHERE ended_at >= ? AND ended_at < ?", [begin, end]
+    )
+    wanted = served = 0.0
+    for service in site.cluster.services:
+        demanded, met = _service(connection, site, service.name, service.demand.sample_minutes, begin, end)
+        wanted, served = wanted + demanded, served + met
+    states = [row["state"] for row in ended]
+    return {
+        "gpus": total,
+        "busy_gpu_s": busy,
+        "serving_gpu_s": served,
+        "utilization": (busy + served) / (total * (end - begin).total_seconds()),
+        "demand_gpu_s": wanted,
+        "shortage_gpu_s": wanted - served,
+        "value": earned[0]["value"] or 0.0,
+        "completed": states.count("completed"),
+        "failed": len(states) - states.count("completed"),
+    }
+
+
+def _service(
+    connection: Any, site: Site, service: str, sample_minutes: int, begin: datetime, end: datetime
+) -> tuple[float, float]:
+    """GPU-seconds that a service wanted and got: committed sets against samples, piece by piece."""
+    sample = timedelta(minutes=sample_minutes)
+    samples = ledger.rows(
+        connection,
+        "SELECT ts, gpus FROM demand WHERE service = ? AND ts > ? AND ts < ? ORDER BY ts",
+        [service, begin - sample, end],
+    )
+    sets = ledger.rows(
+        connection,
+        "SELECT from_at, gpus FROM serving_counts WHERE service = ? AND from_at < ? ORDER BY from_at",
+        [service, end],
+    )
+    wanted = met = 0.0
+    edges = {begin, end, *(row["from_at"] for row in sets)}
+    edges |= {row["ts"] for row in samples} | {row["ts"] + sample for row in samples}
+    for left, right in pairwise(sorted(edge for edge in edges if begin <= edge <= end)):
+        seconds = (right - left).total_seconds()
+        demand = next(
+            (row["gpus"] for row in reversed(samples) if row["ts"] <= left < row["ts"] + sample), 0.0
+        )
+        held = next((float(row["gpus"]) for row in reversed(sets) if row["from_at"] <= left), 0.0)
+        wanted += demand * seconds
+        met += min(demand, held) * seconds
+    return wanted, met
+
+
+def _overlap(start: datetime, stop: datetime, begin: datetime, end: datetime) -> float:
+    return max((min(stop, end) - max(start, begin)).total_seconds(), 0.0)
