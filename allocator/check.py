@@ -261,8 +261,6 @@ def _check_start(board: _Board, job: Job, placement: Placement) -> None:
     if block and node_of[gpus[0]] == node_of[gpus[-1]]:
         if not problem.accepts(job, node):
             broken.append(f"job {job.id}: GPUs of type {node.gpu}; expected {' or '.join(job.gpu_types)}")
-        elif width < node.gpus and not _fits_some_node(problem, job, width):
-            broken.append(f"job {job.id}: {width} GPUs fit no node that it accepts")
     else:
         fault = _gang_fault(problem, job, gpus)
         if fault:
@@ -354,6 +352,10 @@ def _check_service(board: _Board, service: Service, row: ServicePlan) -> None:
             count = before.bit_count()
         else:
             lowest = (count or 0) - service.ramp
+            if slot == 0 and count is not None:
+                # Only the count is known, so only a lack of GPUs can show that it had to fall.
+                idle = ((1 << total) - 1) & ~((board.busy[0] & ~now) | board.out[0])
+                lowest = min(lowest, _whole_replicas(problem, idle, replica).bit_count())
         if count is not None and not lowest <= len(gpus) <= count + service.ramp:
             broken.append(
                 f"{who}: from {count} to {len(gpus)} GPUs at slot {slot}, its ramp is {service.ramp}"

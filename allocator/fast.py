@@ -56,7 +56,7 @@ def plan_fast(problem: Problem, seed: int, iterations: int | None, time_limit: f
                     best = other
     if best.objective < most - _DUST:
         steps = _default_steps(layout, tasks) if iterations is None else iterations
-        improve(best.packing, tasks, steps, Random(seed), until)
+        best = improve(best, steps, Random(seed), until, adaptive=iterations is None)
         best = _meet_shortage(best)
         best = _not_below_baselines(best)
     _move_up(best)
@@ -110,10 +110,9 @@ def _meet_shortage(schedule: Schedule) -> Schedule:
         if fuller.cost < held.cost - _DUST:
             everyone = [fuller if k == at else other for k, other in enumerate(schedule.held)]
             raised = Schedule(layout, schedule.tasks, everyone)
-            for task in schedule.tasks:
-                if schedule.packing.cells[task.index]:
-                    raised.packing.copy(schedule.packing, task)
-            schedule = raised
+            inside = [task for task in schedule.tasks if schedule.packing.cells[task.index]]
+            if raised.packing.copy(schedule.packing, inside):
+                schedule = raised
     return schedule
 
 
@@ -121,10 +120,12 @@ def _not_below_baselines(schedule: Schedule) -> Schedule:
     """The schedule, or fifo's or backfill's where that is worth more. Greedy was among the packings."""
     layout, tasks = schedule.layout, schedule.tasks
     held = serve(layout, baselines.hold_peak)
+    flat = [h.counts for h in held] == [h.counts for h in schedule.held]
     room = layout.free.bit_count() - sum([sum(h.counts) for h in held])
     if ceiling(tasks, room) - sum([h.cost for h in held]) <= schedule.objective + _DUST:
         return schedule
-    for baseline in (baselines.fifo, baselines.backfill):
+    # Where the peak is what services hold anyway, backfill is greedy, which was among the packings.
+    for baseline in (baselines.fifo,) if flat else (baselines.fifo, baselines.backfill):
         other = baseline(layout, tasks)
         if other.objective > schedule.objective + _DUST:
             schedule = other

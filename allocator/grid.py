@@ -273,7 +273,8 @@ class Layout:
 
 def build_tasks(layout: Layout) -> list[Task]:
     """The jobs that could start somewhere if the cluster were empty, in file order."""
-    problem, tasks = layout.problem, []
+    problem = layout.problem
+    tasks: list[Task] = []
     for job in problem.jobs:
         if job.running is None:
             options = job_options(layout, job)

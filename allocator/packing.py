@@ -13,11 +13,13 @@ a job never waits although a later start may leave more room; the order in which
 from __future__ import annotations
 
 from allocator.grid import Layout, Option, Task
-from allocator.quota import Quota
+from allocator.quota import Quota, QuotaState
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    Saved = tuple[int, list[int], list[int], list[Option | None], float, QuotaState | None]
 
 
 FIRST, LOW, HIGH = 0, 1, 2
@@ -59,18 +61,25 @@ class Packing:
             tuple[int, int]
         ] = []  # widths and lengths that fit nowhere; less is free as jobs are placed
         failed: set[int] = set()
+        eroded: dict[int, int] = {}  # cells that stay free for so many slots, until a job is placed
         for task in order:
             index = task.index
             if cells[index]:
                 continue
             for option in task.options:
-                gpus, slots, lasting = option.gpus, option.slots, free
+                gpus, slots = option.gpus, option.slots
                 if quota is not None:
-                    lasting &= ~quota.closed(task, gpus, slots)
-                elif id(option) in failed or (walls and not option.gang and any([gpus >= w and slots >= d for w, d in walls])):
+                    eroded.clear()
+                elif id(option) in failed or (
+                    walls and not option.gang and any([gpus >= w and slots >= d for w, d in walls])
+                ):
                     continue
-                for shift in option.time_shifts:
-                    lasting &= lasting >> shift
+                lasting = eroded.get(slots)
+                if lasting is None:
+                    lasting = free if quota is None else free & ~quota.closed(task, gpus, slots)
+                    for shift in option.time_shifts:
+                        lasting &= lasting >> shift
+                    eroded[slots] = lasting
                 fits = lasting
                 for shift in option.width_shifts:
                     fits &= fits >> shift
@@ -105,6 +114,7 @@ class Packing:
             else:
                 continue
             free ^= block
+            eroded.clear()
             cells[index] = block
             self.start[index] = start
             self.option[index] = option
@@ -164,18 +174,30 @@ class Packing:
             self.put(task, option, start, block)
         return moved
 
-    def copy(self, other: Packing, task: Task) -> None:
-        """Place a job where it is in another packing; its cells have to be free here."""
-        option = other.option[task.index]
-        assert option is not None
-        self.put(task, option, other.start[task.index], other.cells[task.index])
+    def copy(self, other: Packing, tasks: Iterable[Task]) -> bool:
+        """Place jobs where they are in another packing; their cells have to be free here.
 
-    def save(self) -> tuple[object, ...]:
+        Returns:
+            whether tenants' and reservations' rules allow all of them; if not, the packing is of no use.
+        """
+        for task in tasks:
+            block, option = other.cells[task.index], other.option[task.index]
+            assert option is not None
+            if self.quota is not None and self.quota.closed(task, option.gpus, option.slots) & block:
+                return False
+            self.put(task, option, other.start[task.index], block)
+        return True
+
+    def save(self) -> Saved:
         """All that changes, for ``restore``."""
-        return self.free, self.cells.copy(), self.start.copy(), self.option.copy(), self.gain
+        quota = None if self.quota is None else self.quota.save()
+        return self.free, self.cells.copy(), self.start.copy(), self.option.copy(), self.gain, quota
 
-    def restore(self, saved: tuple[object, ...]) -> None:
-        self.free, self.cells, self.start, self.option, self.gain = saved
+    def restore(self, saved: Saved) -> None:
+        self.free, cells, self.start, self.option, self.gain, quota = saved
+        self.cells[:] = cells
+        if self.quota is not None and quota is not None:
+            self.quota.restore(quota)
 
 
 def places(option: Option, free: int) -> int:

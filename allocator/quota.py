@@ -13,6 +13,9 @@ from allocator.grid import Layout, Task
 from allocator.problem import Problem
 
 
+QuotaState = tuple[dict[str | None, list[int]], list[dict[str, int]], dict[int, int]]
+
+
 class Quota:
     """Use of guarantees and reservations, slot by slot.
 
@@ -86,6 +89,14 @@ class Quota:
                 self.open[slot] -= gpus
                 if tenant in self.kept[slot]:
                     self.kept[slot][tenant] -= gpus
+
+    def save(self) -> QuotaState:
+        """The use of every slot, for ``restore``."""
+        left = {name: row.copy() for name, row in self.left.items()}
+        return left, [row.copy() for row in self.kept], self.open.copy()
+
+    def restore(self, saved: QuotaState) -> None:
+        self.left, self.kept, self.open = saved
 
 
 def has_quota(problem: Problem) -> bool:

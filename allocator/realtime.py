@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from functools import partial
+from operator import gt
 
 from allocator.grid import Layout
 from allocator.problem import Service
@@ -63,7 +64,7 @@ def hold_counts(layout: Layout, free: int, service: Service, choose: Chooser) ->
     """The same for any way to choose the counts: ``choose(caps, lost, start)``, see ``choose_counts``."""
     slots, replica = layout.horizon, service.gpus_per_replica
     stride, row = layout.gpus, layout.row
-    rows = [(free >> (slot * stride)) & row for slot in range(slots)]
+    rows = [(free >> (slot * stride)) & row for slot in range(slots)] if free != layout.all else [row] * slots
     out = [(layout.out >> (slot * stride)) & row for slot in range(slots)] if layout.out else [0] * slots
     begin = _Start(layout, service, rows[0], out[0])
     caps = [available.bit_count() // replica for available in rows]
@@ -84,6 +85,18 @@ def hold_counts(layout: Layout, free: int, service: Service, choose: Chooser) ->
     return Held(service, held, layout)
 
 
+def kept_cells(layout: Layout, service: Service, choose: Chooser) -> int:
+    """The cells that a service goes on holding of what it holds now, were it alone in the cluster."""
+    if not isinstance(service.current, tuple) or not service.current:
+        return 0
+    stride, kept = layout.gpus, 0
+    current = sum([1 << gpu for gpu in service.current])
+    for slot, row in enumerate(hold_counts(layout, layout.free, service, choose).rows):
+        current &= row
+        kept |= current << (slot * stride)
+    return kept
+
+
 def choose_counts(
     service: Service, price: float, caps: Sequence[int], lost: Sequence[int], start: int | None
 ) -> list[int]:
@@ -97,6 +110,10 @@ def choose_counts(
     """
     unit = service.gpus_per_replica
     ramp = service.ramp // unit
+    if price == 0 and service.demand is not None:
+        counts = _envelope(service.demand, unit, ramp, caps, start)
+        if counts is not None:
+            return counts
     most = max([-(-max(service.wanted(slot)) // unit) for slot in range(len(caps))], default=0)
     if start is not None and start > most:
         most = start
@@ -129,6 +146,29 @@ def choose_counts(
             count = min(max(trail[slot], count - ramp), count + ramp + lost[slot + 1])
         counts[slot] = count
     return counts
+
+
+def _envelope(
+    demand: Sequence[int], unit: int, ramp: int, caps: Sequence[int], start: int | None
+) -> list[int] | None:
+    """The lowest counts that meet all demand within the ramp; None when caps or the start do not let them.
+
+    What ``choose_counts`` finds at price 0, in two sweeps, for the common case.
+    """
+    counts = list(demand) if unit == 1 else [-(-want // unit) for want in demand]
+    floor = 0 if start is None else start
+    for slot, want in enumerate(counts):
+        floor -= ramp
+        if floor < want:
+            floor = want
+        else:
+            counts[slot] = floor
+    for slot in range(len(counts) - 2, -1, -1):
+        if counts[slot] < counts[slot + 1] - ramp:
+            counts[slot] = counts[slot + 1] - ramp
+    if start is not None and counts[0] > start + ramp:
+        return None
+    return None if any(map(gt, counts, caps)) else counts
 
 
 def _slot_costs(service: Service, slot: int, most: int, step: float) -> list[float]:
@@ -167,7 +207,7 @@ class _Start:
             mask = 0
             for gpu in service.current:
                 mask |= 1 << gpu
-            whole = layout.replicas(mask, service.gpus_per_replica)
+            whole = layout.replicas(mask, service.gpus_per_replica)  # ones, from the lowest
             alive = [replica for replica in whole if not replica & out]
             self.held = [replica for replica in alive if not replica & ~free]
             self.shrink_only = len(self.held) < len(alive)
@@ -183,42 +223,30 @@ def _give(
         the mask of each slot, the first slot whose count was not reached (or -1), and the replicas lost there.
     """
     unit, ramp = service.gpus_per_replica, service.ramp // service.gpus_per_replica
-    fixed = service.current is not None
-    stack = list(reversed(begin.held))  # lowest-numbered last: it goes first
+    stack = begin.held[::-1]  # lowest-numbered last: it goes first
+    mask = sum(stack)
     held: list[int] = []
     missed, losses = -1, 0
-    mask = 0
-    for replica in stack:
-        mask |= replica
-    before = begin.count
+    base = len(stack) if isinstance(service.current, tuple) else begin.count
     for slot, target in enumerate(counts):
-        free, lost, taken = rows[slot], 0, False
-        if mask & ~free:
-            gone = [replica for replica in stack if replica & ~free]
-            taken = any(not replica & out[slot] for replica in gone)
-            stack = [replica for replica in stack if not replica & ~free]
-            lost = len(gone)
-        have = len(stack)
-        if slot == 0:
-            taken = taken or begin.shrink_only
-            count = before if before is not None else target
-            base = have if isinstance(service.current, tuple) else count
-        else:
+        have, may_grow = len(stack), slot > 0 or not begin.shrink_only
+        if mask & ~rows[slot]:
+            gone = [replica for replica in stack if replica & ~rows[slot]]
+            may_grow = may_grow and all([replica & out[slot] for replica in gone])
+            stack = [replica for replica in stack if not replica & ~rows[slot]]
+            have -= len(gone)
             base = have
-        if slot or fixed:
-            wanted = min(max(target, base - ramp), base + ramp)
-        else:
-            wanted = target
-        if wanted > have and not taken:
-            _grow(layout, unit, rows, counts, slot, wanted, stack)
-        elif wanted < have:
-            _shrink(rows, slot, have - wanted, stack)
-        mask = 0
-        for replica in stack:
-            mask |= replica
+        wanted = target if base is None else min(max(target, base - ramp), base + ramp)
+        if wanted != have:
+            if wanted < have:
+                _shrink(rows, slot, have - wanted, stack)
+            elif may_grow:
+                _grow(layout, unit, rows, counts, slot, wanted, stack)
+        mask = sum(stack)
         held.append(mask)
         if missed < 0 and len(stack) != target:
-            missed, losses = slot, lost
+            missed, losses = slot, base - have if base is not None and base > have else 0
+        base = len(stack)
     return held, missed, losses
 
 
@@ -226,28 +254,40 @@ def _grow(
     layout: Layout, unit: int, rows: list[int], counts: list[int], slot: int, wanted: int, stack: list[int]
 ) -> None:
     """Add replicas: each on GPUs that stay free for as long as the counts need it, or else the longest."""
-    taken = 0
-    for replica in stack:
-        taken |= replica
+    taken = sum(stack)
     ones = (1 << unit) - 1
+    last = len(counts)
+    window, until, seen = 0, -1, last + 1
     for level in range(len(stack) + 1, wanted + 1):
-        until = slot + 1
-        while until < len(counts) and counts[until] >= level:
-            until += 1
-        places, best = 0, 0
-        window = layout.row & ~taken
-        for at in range(slot, until):
-            window &= rows[at]
+        # Higher levels are needed no longer than lower ones.
+        end = slot + 1
+        while end < last and end < seen and counts[end] >= level:
+            end += 1
+        if end != until:
+            until = seen = end
+            window = _lasting(layout, unit, rows, slot, until, taken)
+        places = window if unit == 1 else layout.block_starts(window, unit)
+        if not places:
+            window = _lasting(layout, unit, rows, slot, until, taken)
             places = window if unit == 1 else layout.block_starts(window, unit)
             if not places:
-                break
-            best = places
-        if not best:
-            return
-        near = best & (taken >> unit | taken << 1)
-        block = ones << ((near or best).bit_length() - 1)
+                return
+        near = places & (taken >> unit | taken << 1)
+        block = ones << ((near or places).bit_length() - 1)
         stack.append(block)
         taken |= block
+        window &= ~block
+
+
+def _lasting(layout: Layout, unit: int, rows: list[int], slot: int, until: int, taken: int) -> int:
+    """GPUs that are free from a slot on, until the last slot up to which any block of them is."""
+    window = rows[slot] & ~taken
+    for at in range(slot + 1, until):
+        narrower = window & rows[at]
+        if not (narrower if unit == 1 else layout.block_starts(narrower, unit)):
+            break
+        window = narrower
+    return window
 
 
 def _shrink(rows: list[int], slot: int, excess: int, stack: list[int]) -> None:

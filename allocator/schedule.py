@@ -12,7 +12,7 @@ from allocator.packing import Packing
 from allocator.plan import Placement, ServicePlan
 from allocator.problem import Service
 from allocator.quota import Quota, has_quota
-from allocator.realtime import Held, hold_counts
+from allocator.realtime import Held, hold_counts, kept_cells
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ class Schedule:
         rows: dict[str, ServicePlan] = {}
         for held in self.held:
             gpus: list[tuple[int, ...]] = []
-            last, same = -1, ()
+            last = -1
+            same: tuple[int, ...] = ()
             for row in held.rows:
                 if row != last:
                     last, same = row, _gpus(row)
@@ -80,11 +81,21 @@ class Schedule:
 
 
 def serve(layout: Layout, chooser: Callable[[Service], Chooser]) -> list[Held]:
-    """Give every service its GPUs, the dearest to leave short first; ``chooser`` says how many for each."""
+    """Give every service its GPUs, the dearest to leave short first; ``chooser`` says how many for each.
+
+    What a service holds now and would keep is out of reach of those that come before it.
+    """
+    services = layout.problem.services
+    if len(services) == 1:
+        return [hold_counts(layout, layout.free, services[0], chooser(services[0]))]
+    ranked = sorted(services, key=lambda service: -service.penalty)
+    kept = [kept_cells(layout, service, chooser(service)) for service in ranked]
     free, held = layout.free, []
-    for service in sorted(layout.problem.services, key=lambda service: -service.penalty):
-        # What another service holds now stays its own until it is asked.
-        got = hold_counts(layout, free, service, chooser(service))
+    for at, service in enumerate(ranked):
+        others = 0
+        for cells in kept[at + 1 :]:
+            others |= cells
+        got = hold_counts(layout, free & ~others, service, chooser(service))
         held.append(got)
         free &= ~got.cells
     return held
