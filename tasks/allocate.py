@@ -20,6 +20,8 @@ from tasks.forecast import Forecast, gpu_demand_quantiles
 from tasks.hour import Degradation, Hour
 from tasks.serving import target
 
+# Facts that make a plan out of date: what was asked, what ended, which node came or went.
+CONSIDERED = "SELECT count(*) AS count FROM facts WHERE kind IN ('spec', 'cancel', 'outcome', 'node')"
 BASELINES = ("fifo", "backfill", "greedy")
 RETRIED = ("failed", "crashed", "stopped")  # states after which a job may go on where it was
 
@@ -48,6 +50,7 @@ class Planned:
     baselines: dict[str, Plan]
     gpus: tuple[tuple[Node, int], ...]
     queued: dict[str, dict[str, Any]]  # rows of the view `jobs`, retries among them
+    considered: int  # facts that the plan knew of jobs, runs and nodes
     problems: list[Degradation]
 
     @property
@@ -57,9 +60,13 @@ class Planned:
 
 
 def allocate(
-    site: Site, hour: Hour, forecasts: Mapping[str, Forecast], lost: Iterable[str], full_seconds: float
+    site: Site, hour: Hour, forecasts: Mapping[str, Forecast], lost: Iterable[str]
 ) -> Planned:
-    """Plan the horizon from `hour.begin` on; on the nodes in `lost` nothing may start."""
+    """Plan the horizon from `hour.begin` on; on the nodes in `lost` nothing may start.
+
+    A replan is light: fast mode alone, and no baselines.
+    """
+    full_seconds = site.cluster.full_mode_seconds if hour.trigger == "hourly" else 0.0
     problems: list[Degradation] = []
     state = read_state(site, hour.begin)
     problem = build_problem(site, hour, state, forecasts, set(lost), problems)
@@ -69,10 +76,12 @@ def allocate(
             plan = allocator.solve(problem, mode="full", time_limit=full_seconds)
         except Exception as error:  # the fast plan stands, whatever the solver did
             problems.append(Degradation("allocate", "full mode", f"{error}; the fast plan stands"))
-    baselines = {mode: allocator.solve(problem, mode=mode) for mode in BASELINES}
+    baselines = {
+        mode: allocator.solve(problem, mode=mode) for mode in BASELINES if hour.trigger == "hourly"
+    }
     gpus = tuple((node, index) for _, node, index in site.gpu_numbers())
     queued = {row["job"]: row for row in state.queued}
-    return Planned(hour, problem, plan, baselines, gpus, queued, problems)
+    return Planned(hour, problem, plan, baselines, gpus, queued, state.considered, problems)
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,7 @@ class State:
     attempts: list[dict[str, Any]]
     estimates: Estimates
     observed: dict[str, float]
+    considered: int
 
     @property
     def live(self) -> set[str]:
@@ -101,7 +111,9 @@ def read_state(site: Site, at: datetime) -> State:
         observed = ledger.rows(
             connection, "SELECT service, arg_max(gpus, ts) AS gpus FROM demand GROUP BY ALL"
         )
-    return State(queued, attempts, estimates(past), {row["service"]: row["gpus"] for row in observed})
+        considered = ledger.rows(connection, CONSIDERED)[0]["count"]
+    demand = {row["service"]: row["gpus"] for row in observed}
+    return State(queued, attempts, estimates(past), demand, considered)
 
 
 def build_problem(

@@ -59,6 +59,7 @@ def plan_fact(planned: Planned) -> dict[str, Any]:
         "utilization": plan.utilization,
         "shortage": sum(sum(service.shortage) for service in plan.realtime),
         "solve_ms": plan.solve_ms,
+        "considered": planned.considered,
         "placed": [
             {"job": p.job, "start": _at(planned, p.start), "end": _at(planned, p.end), "gpus": list(p.gpus)}
             for p in plan.placements

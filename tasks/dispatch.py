@@ -49,7 +49,8 @@ def dispatch(site: Site, ensure_run: Callable[[Rank], FlowRun], now: datetime) -
     with ledger.open_ledger(ledger_directory(site)) as connection:
         waiting = ledger.rows(
             connection,
-            "SELECT r.*, d.flow_run FROM ranks r LEFT JOIN dispatches d USING (job, attempt, rank) "
+            "SELECT r.*, s.kind, d.flow_run FROM ranks r JOIN specs s USING (job) "
+            "LEFT JOIN dispatches d USING (job, attempt, rank) "
             "WHERE r.outcome IS NULL AND r.started_at IS NULL ORDER BY r.start_at, r.job, r.rank",
         )
         holders = ledger.rows(

@@ -104,6 +104,7 @@ def _plan(_: str, fact: Payload) -> Rows:
         "bound": _maybe(fact.get("bound")),
         "placed": len(fact["placed"]),
         "unplaced": len(fact["unplaced"]),
+        "considered": int(fact["considered"]),
         "warnings": list(map(str, fact["warnings"])),
         **{
             name: _number(fact[name])

@@ -90,7 +90,8 @@ CREATE TABLE plans (
     utilization DOUBLE NOT NULL, shortage DOUBLE NOT NULL, solve_ms DOUBLE NOT NULL, placed INTEGER NOT NULL,
     unplaced INTEGER NOT NULL, fifo_value DOUBLE, fifo_utilization DOUBLE, fifo_objective DOUBLE,
     backfill_value DOUBLE, backfill_utilization DOUBLE, backfill_objective DOUBLE, greedy_value DOUBLE,
-    greedy_utilization DOUBLE, greedy_objective DOUBLE, warnings VARCHAR[] NOT NULL
+    greedy_utilization DOUBLE, greedy_objective DOUBLE, considered INTEGER NOT NULL,
+    warnings VARCHAR[] NOT NULL
 );
 COMMENT ON TABLE plans IS 'Plans of the horizon, beside what three baselines would have got from the same inputs';
 COMMENT ON COLUMN plans.instant IS 'When slot 0 begins';
@@ -115,6 +116,7 @@ COMMENT ON COLUMN plans.backfill_objective IS 'Objective of that plan';
 COMMENT ON COLUMN plans.greedy_value IS 'Value that backfill with our forecast plans';
 COMMENT ON COLUMN plans.greedy_utilization IS 'Utilization of that plan';
 COMMENT ON COLUMN plans.greedy_objective IS 'Objective of that plan';
+COMMENT ON COLUMN plans.considered IS 'Facts about jobs, runs and nodes that it knew; more of them make a replan';
 COMMENT ON COLUMN plans.warnings IS 'What the plan had to work around';
 
 CREATE TABLE planned_jobs (

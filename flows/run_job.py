@@ -1,0 +1,47 @@
+"""The flow that a GPU worker runs: one rank of a committed job, on this node."""
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, get_run_logger, runtime
+from prefect.states import Completed, Failed
+
+from flows import artifacts
+from flows.orchestration import is_cancelling, request_replan
+from tasks.facts import FactError
+from tasks.runner import Order, Outcome, read_order, run_rank
+from tasks.storage import StorageError
+
+
+@flow(name="run_job", validate_parameters=False)
+def run_job(storage: str, commit: str, job: str, rank: int) -> Any:
+    """Run the rank; the flow run fails when the rank did not complete. Its outcome is a fact either way."""
+    log = get_run_logger()
+    try:
+        order = read_order(storage, commit, job, rank)
+    except (FactError, StorageError) as error:
+        return Failed(message=str(error))
+    node = os.environ.get("SLOTWISE_NODE")
+    if node != order.node["node"]:
+        return Failed(message=f"this worker is node {node!r}, the rank belongs to {order.node['node']}")
+    outcome = run_rank(order, Path(os.environ["SLOTWISE_NODE_DIR"]), log.info, _cancelled)
+    return _finish(order, outcome)
+
+
+def _finish(order: Order, outcome: Outcome) -> Any:
+    if outcome.state is None:
+        return Completed(message=outcome.error)
+    artifacts.show_run(order, outcome)
+    with contextlib.suppress(Exception):  # the schedule replans anyway
+        request_replan(f"ended/{order.job}/{order.attempt}/{order.rank}")
+    if outcome.state == "completed":
+        return Completed(message="completed")
+    return Failed(message=f"{outcome.state}: {outcome.error}")
+
+
+def _cancelled() -> bool:
+    with contextlib.suppress(Exception):  # no server, no person who cancelled
+        return is_cancelling(runtime.flow_run.id)
+    return False
