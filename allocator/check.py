@@ -62,7 +62,7 @@ def check(problem: Problem, plan: Plan) -> list[str]:
     if plan.bound is not None and plan.bound < figures.objective - _TOLERANCE * max(
         1, abs(figures.objective)
     ):
-        broken.append(f"plan: bound: {plan.bound}; the objective {figures.objective} is above it")
+        broken.append(f"plan: bound: {plan.bound}; the objective {figures.objective:g} is above it")
     return broken
 
 
