@@ -33,7 +33,7 @@ def fifo(layout: Layout, tasks: list[Task]) -> Schedule:
     schedule = Schedule(layout, tasks, serve(layout, hold_peak))
     packing, clock = schedule.packing, 0
     for task in tasks:
-        packing.fill((task,), FIRST, clock)
+        packing.fill((task,), FIRST, earliest=clock)
         if packing.cells[task.index]:
             clock = packing.start[task.index]
     return schedule

@@ -88,7 +88,10 @@ def _pack(layout: Layout, tasks: list[Task], held: list[Held], until: float | No
         if best.packing.gain >= most - _DUST or (until is not None and perf_counter() > until):
             break
         fresh = Schedule(layout, tasks, held)
-        fresh.packing.fill(arrange(tasks, capacity, recipe), recipe[3])
+        if recipe.late and layout.problem.open_end:
+            continue  # what ends after the horizon is worth less
+        order = arrange(tasks, capacity, recipe)
+        fresh.packing.fill(order, recipe.side, late=recipe.late, column=recipe.column)
         if fresh.packing.gain > best.packing.gain:
             best = fresh
     return best, most - shortage

@@ -11,15 +11,13 @@ together was measured on random problems of seven families.
 from __future__ import annotations
 
 from allocator.grid import Task
+from allocator.packing import HIGH, LOW
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     Key = Callable[[Task], tuple[float, ...]]
-    Recipe = tuple[Key, float, Key | None, int]
-
-from allocator.packing import HIGH, LOW
 
 
 def _dense_large(task: Task) -> tuple[float, ...]:
@@ -34,6 +32,10 @@ def _worth_per_side(task: Task) -> tuple[float, ...]:
     return (-task.worth / task.cells**0.5,)
 
 
+def _dense_worth(task: Task) -> tuple[float, ...]:
+    return (-task.worth / task.cells**0.8,)
+
+
 def _worth(task: Task) -> tuple[float, ...]:
     return (-task.worth, task.cells)
 
@@ -46,28 +48,62 @@ def _urgent_large(task: Task) -> tuple[float, ...]:
     return (not task.urgent, -task.cells, -task.gpus)
 
 
+def _urgent_wide(task: Task) -> tuple[float, ...]:
+    return (not task.urgent, -task.gpus, -task.slots)
+
+
+def _urgent_long(task: Task) -> tuple[float, ...]:
+    return (not task.urgent, -task.slots, -task.gpus)
+
+
 def _last_start(task: Task) -> tuple[float, ...]:
     return (task.last, -task.gpus)
 
 
-# What to choose by, how much of the free cells to choose, what to pack first (None: as chosen), which side.
+class Recipe:
+    """An order and a way to place.
+
+    Attributes:
+        by: what to choose jobs by.
+        share: how much of the free cells to choose.
+        first: what to pack first of those chosen; None as they were chosen.
+        side, late, column: where each goes, see ``Packing.fill``.
+    """
+
+    __slots__ = ("by", "column", "first", "late", "share", "side")
+
+    def __init__(
+        self, by: Key, share: float, first: Key | None, side: int, late: bool = False, column: bool = False
+    ) -> None:
+        self.by = by
+        self.share = share
+        self.first = first
+        self.side = side
+        self.late = late
+        self.column = column
+
+
+# Each adds most to those before it.
 RECIPES: tuple[Recipe, ...] = (
-    (_dense_large, 0.93, _urgent_large, HIGH),
-    (_dense_small, 0.93, _last_start, LOW),
-    (_worth_per_side, 1.0, None, LOW),
-    (_worth_per_side, 0.97, _last_start, HIGH),
-    (_dense_large, 1.0, _large, HIGH),
-    (_worth, 1.0, None, LOW),
+    Recipe(_worth_per_side, 1.0, None, HIGH),
+    Recipe(_worth_per_side, 1.0, None, HIGH, late=True, column=True),
+    Recipe(_dense_small, 0.88, _urgent_large, HIGH),
+    Recipe(_worth_per_side, 1.0, None, HIGH, late=True),
+    Recipe(_dense_large, 1.0, _last_start, HIGH, column=True),
+    Recipe(_dense_worth, 0.95, _urgent_long, LOW),
+    Recipe(_worth, 1.0, None, HIGH, column=True),
+    Recipe(_dense_worth, 0.88, _last_start, HIGH),
+    Recipe(_dense_small, 1.0, _large, HIGH),
+    Recipe(_dense_worth, 0.88, _urgent_wide, HIGH, column=True),
 )
 
 
 def arrange(tasks: Sequence[Task], capacity: int, recipe: Recipe) -> list[Task]:
     """The order of a recipe for so many free cells."""
-    by, share, first, _ = recipe
-    ranked = sorted(tasks, key=by)
-    if first is None:
+    ranked = sorted(tasks, key=recipe.by)
+    if recipe.first is None:
         return ranked
-    room = capacity * share
+    room = capacity * recipe.share
     chosen, rest = [], []
     for task in ranked:
         if task.cells <= room:
@@ -75,7 +111,7 @@ def arrange(tasks: Sequence[Task], capacity: int, recipe: Recipe) -> list[Task]:
             chosen.append(task)
         else:
             rest.append(task)
-    chosen.sort(key=first)
+    chosen.sort(key=recipe.first)
     return chosen + rest
 
 

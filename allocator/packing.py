@@ -46,40 +46,45 @@ class Packing:
         self.option: list[Option | None] = [None] * len(tasks)
         self.gain = 0.0
 
-    def fill(self, order: Iterable[Task], side: int, earliest: int = 0) -> None:
+    def fill(
+        self, order: Iterable[Task], side: int, *, late: bool = False, column: bool = False, earliest: int = 0
+    ) -> None:
         """Place each job of an order that is out and fits, at its earliest start.
 
         Args:
             side: which block of that slot: FIRST takes the lowest; LOW and HIGH the lowest and the highest of
                 those that fit snugly.
+            late: at its latest start instead.
+            column: on the GPU at that side where it fits at all, and only then at its earliest (latest) start.
             earliest: no job starts before this slot.
         """
         layout, quota, horizon = self.layout, self.quota, self.layout.horizon
         stride, row_mask, borders = layout.gpus, layout.row, layout.node_starts
         cells, free, gain = self.cells, self.free, self.gain
-        walls: list[
-            tuple[int, int]
-        ] = []  # widths and lengths that fit nowhere; less is free as jobs are placed
-        failed: set[int] = set()
+        walls: list[tuple[int, int]] = []  # widths and lengths that fit nowhere
+        failed: set[object] = set()  # options that fit nowhere; no more is free later in the order
         eroded: dict[int, int] = {}  # cells that stay free for so many slots, until a job is placed
+        shut = 0
         for task in order:
             index = task.index
             if cells[index]:
                 continue
             for option in task.options:
                 gpus, slots = option.gpus, option.slots
-                if quota is not None:
-                    eroded.clear()
-                elif id(option) in failed or (
-                    walls and not option.gang and any([gpus >= w and slots >= d for w, d in walls])
-                ):
+                key = option if quota is None else (option, task.job.tenant)
+                if key in failed:
                     continue
-                lasting = eroded.get(slots)
+                if walls and not option.gang and any([gpus >= w and slots >= d for w, d in walls]):
+                    continue
+                if quota is not None:
+                    shut = quota.closed(task, gpus, slots)
+                lasting = None if shut else eroded.get(slots)
                 if lasting is None:
-                    lasting = free if quota is None else free & ~quota.closed(task, gpus, slots)
+                    lasting = free & ~shut if shut else free
                     for shift in option.time_shifts:
                         lasting &= lasting >> shift
-                    eroded[slots] = lasting
+                    if not shut:
+                        eroded[slots] = lasting
                 fits = lasting
                 for shift in option.width_shifts:
                     fits &= fits >> shift
@@ -93,12 +98,19 @@ class Packing:
                     start = ((block & -block).bit_length() - 1) // stride
                     break
                 if not fits:
-                    if quota is None:
-                        failed.add(id(option))
-                        if option.anywhere:
-                            walls.append((gpus, slots))
+                    failed.add(key)
+                    if option.anywhere and not shut:
+                        walls.append((gpus, slots))
                     continue
-                start = ((fits & -fits).bit_length() - 1) // stride
+                if column:
+                    ever = _fold(fits, layout)
+                    first = (ever if side == HIGH else ever & -ever).bit_length() - 1
+                    times = (fits >> first) & layout.one_per_row
+                    base = (times if late else times & -times).bit_length() - 1
+                    start = base // stride
+                    block = option.shape << (base + first)
+                    break
+                start = ((fits if late else fits & -fits).bit_length() - 1) // stride
                 base = start * stride
                 row = (fits >> base) & row_mask
                 if row & (row - 1):
@@ -198,6 +210,15 @@ class Packing:
         self.cells[:] = cells
         if self.quota is not None and quota is not None:
             self.quota.restore(quota)
+
+
+def _fold(fits: int, layout: Layout) -> int:
+    """The positions of a row that are set in any slot."""
+    reach = 1
+    while reach < layout.rows:
+        fits |= fits >> (reach * layout.gpus)
+        reach *= 2
+    return fits & layout.row
 
 
 def places(option: Option, free: int) -> int:
