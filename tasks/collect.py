@@ -110,7 +110,11 @@ class _Known:
     def unseen_nodes(self, site: Site) -> dict[str, NodeState]:
         """The last known state of each node, for when leases cannot be read."""
         return {
-            node.name: NodeState(self.nodes.get(node.name, "lost"), "its lease could not be read", None)
+            node.name: NodeState(
+                "ready" if self.nodes.get(node.name) == "ready" else "lost",
+                "its lease could not be read",
+                None,
+            )
             for node in site.cluster.nodes
         }
 

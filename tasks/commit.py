@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from allocator import Placement
+from allocator import Placement, Plan, Problem
 from tasks.allocate import Planned
 from tasks.cluster import Node, Site
-from tasks.facts import fact_key, write_fact, write_json
+from tasks.facts import fact_key, read_json, write_fact, write_json
 from tasks.instants import text
+from tasks.storage import Storage
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,22 @@ def commit(site: Site, planned: Planned, now: datetime) -> Committed:
         "lease_seconds": site.cluster.lease_seconds,
         "start_timeout_minutes": site.cluster.start_timeout_minutes,
     }
+    problem = planned.problem.to_dict()
     ours = write_fact(storage, hour.commit_key, now, body)
     if ours:
         key = fact_key("plan", hour.instant, text(hour.instant))
         write_fact(storage, key, now, plan_fact(planned))
-        write_json(storage, f"problems/{text(hour.instant)}.json", planned.problem.to_dict())
+        write_json(storage, _solved_key(hour.instant), {"problem": problem, "plan": planned.plan.to_dict()})
     return Committed(hour.commit_key, ours, tuple(place["job"] for place in placements) if ours else ())
+
+
+def read_plan(storage: Storage, instant: datetime) -> tuple[Problem, Plan]:
+    """The problem of an instant and its plan, as they were solved.
+
+    Raises NotFoundError when there was none.
+    """
+    solved = read_json(storage, _solved_key(instant))
+    return Problem.from_dict(solved["problem"]), Plan.from_dict(solved["plan"])
 
 
 def plan_fact(planned: Planned) -> dict[str, Any]:
@@ -82,6 +93,10 @@ def plan_fact(planned: Planned) -> dict[str, Any]:
         },
         "warnings": list(plan.warnings),
     }
+
+
+def _solved_key(instant: datetime) -> str:
+    return f"plans/{instant.date().isoformat()}/{text(instant)}.json"
 
 
 def _binds(planned: Planned, place: Placement) -> bool:
