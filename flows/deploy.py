@@ -12,14 +12,21 @@ import contextlib
 import sys
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
 from tasks.cluster import Site, load_site
 from tasks.specfile import SpecError
 
+if TYPE_CHECKING:
+    from prefect.events.schemas.automations import AutomationCore
+
 POOLS = ("control", "gpu")
+HEARTBEAT_S = 30
+SILENT_RUNS = "runs that fell silent"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SpecError as error:
         print(error, file=sys.stderr)
         return 2
-    asyncio.run(make_pools(site, options.wait))
+    asyncio.run(prepare(site, options.wait))
     rendered = site.state / "run" / "prefect.yaml"
     rendered.write_text(with_periods(options.file.read_text(), site))
     deploy(rendered)
@@ -42,8 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-async def make_pools(site: Site, wait_s: float = 0.0) -> None:
-    """Pool `control` for planning, pool `gpu` with a queue for each node. Changes none that exists."""
+async def prepare(site: Site, wait_s: float = 0.0) -> None:
+    """Pool `control` for planning, pool `gpu` with a queue for each node. Changes none that exists.
+
+    Also an automation that marks a run as crashed when both its process and its worker died unseen.
+    """
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import WorkPoolCreate
     from prefect.exceptions import ObjectAlreadyExists
@@ -62,6 +72,31 @@ async def make_pools(site: Site, wait_s: float = 0.0) -> None:
         for node in site.cluster.nodes:
             with contextlib.suppress(ObjectAlreadyExists):
                 await client.create_work_queue(name=node.name, work_pool_name="gpu")
+        if not await client.read_automations_by_name(SILENT_RUNS):
+            await client.create_automation(_silent_runs())
+
+
+def _silent_runs() -> "AutomationCore":
+    """A run that has sent heartbeats and then nothing, not even its end, for three of them."""
+    from prefect.client.schemas.objects import StateType
+    from prefect.events.actions import ChangeFlowRunState
+    from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+    from prefect.events.schemas.events import ResourceSpecification
+
+    ends = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Crashed", "Cancelled")}
+    heartbeat = "prefect.flow-run.heartbeat"
+    trigger = EventTrigger(
+        match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
+        for_each={"prefect.resource.id"},
+        after={heartbeat},
+        expect={heartbeat, *ends},
+        posture=Posture.Proactive,
+        threshold=1,
+        within=timedelta(seconds=3 * HEARTBEAT_S),
+    )
+    message = f"no heartbeat for {3 * HEARTBEAT_S} s: its process and its worker are gone"
+    action = ChangeFlowRunState(name=None, state=StateType.CRASHED, message=message, force=False)
+    return AutomationCore(name=SILENT_RUNS, description=message, trigger=trigger, actions=[action])
 
 
 def with_periods(text: str, site: Site) -> str:

@@ -6,9 +6,14 @@ Only for the few calls that the command line and `flows.server` need; flows use 
 import base64
 import json
 import os
+import time
 import urllib.error
 import urllib.request
 from typing import Any
+
+# SQLite under load: "database is locked", answered as 503 after nothing was done. The real client retries too.
+BUSY = (429, 502, 503)
+TRIES = 6
 
 
 class ApiError(Exception):
@@ -23,18 +28,21 @@ def call(url: str, method: str, path: str, body: Any = None, timeout_s: float = 
     """The decoded JSON answer of `method url+path`; None for an empty one. Raises ApiError."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url + path, data, _headers(), method=method)
-    try:
-        # A proxy that the environment names is for the outside world; this server is ours.
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
-            request, timeout=timeout_s
-        ) as answer:
-            content = answer.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            detail = error.read(300).decode(errors="replace")
-        raise ApiError(f"{method} {url}{path}: {error.code} {detail}", error.code) from None
-    except (OSError, ValueError) as error:
-        raise ApiError(f"{method} {url}{path}: {getattr(error, 'reason', error)}") from None
+    # A proxy that the environment names is for the outside world; this server is ours.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    for attempt in range(TRIES):
+        try:
+            with opener.open(request, timeout=timeout_s) as answer:
+                content = answer.read()
+            break
+        except urllib.error.HTTPError as error:
+            with error:
+                detail = error.read(300).decode(errors="replace")
+            if error.code not in BUSY or attempt == TRIES - 1:
+                raise ApiError(f"{method} {url}{path}: {error.code} {detail}", error.code) from None
+            time.sleep(0.1 * 2**attempt)
+        except (OSError, ValueError) as error:
+            raise ApiError(f"{method} {url}{path}: {getattr(error, 'reason', error)}") from None
     try:
         return json.loads(content) if content else None
     except ValueError:

@@ -16,12 +16,14 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import flows
 from flows.prefect_api import ApiError, call
 from flows.processes import MARK, Process, alive, end, marked, recorded, spawn, wait
 from tasks.cluster import Site
+from tasks.instants import now, parse
 
 ROOT = Path(flows.__file__).resolve().parent.parent
 DEPLOYMENTS = ROOT / "deployments" / "prefect.yaml"
@@ -92,7 +94,7 @@ def up(
     `deployments` is a prefect.yaml. Without `port` the last one is used again, or a free one. Raises
     ServerError, after stopping what it had started, when anything is not there by the deadline.
     """
-    deadline = time.monotonic() + deadline_s
+    deadline, since = time.monotonic() + deadline_s, now()
     with _lock(site):
         instance = _instance(site)
         processes = _alive(site)
@@ -113,7 +115,7 @@ def up(
                 _deploy(site, environment, deployments, deadline, instance, processes)
                 for name in wanted:
                     _start(site, name, wanted, processes, started, environment)
-            _await_workers(site, instance, processes, deadline)
+            _await_workers(site, instance, processes, started, since, deadline)
         except BaseException:
             if SERVER in started:
                 _stop(site)
@@ -241,18 +243,25 @@ def _deploy(
         raise ServerError(f"the deployments could not be made; {log} ends: {log_tail(log)}")
 
 
-def _await_workers(site: Site, instance: Instance, processes: dict[str, Process], deadline: float) -> None:
-    """Wait until the server has heard of each worker that runs here."""
-    missing = {name: process for name, process in processes.items() if name.startswith("worker-")}
-    while True:
+def _await_workers(
+    site: Site,
+    instance: Instance,
+    processes: dict[str, Process],
+    started: list[str],
+    since: datetime,
+    deadline: float,
+) -> None:
+    """Wait until the server has heard of each worker that was started here, since it was started."""
+    missing = {name: processes[name] for name in started if name.startswith("worker-")}
+    while missing:
         online: set[str] = set()
         for pool in ("control", "gpu"):
             with contextlib.suppress(ApiError):
                 workers = call(f"{instance.url}/api", "POST", f"/work_pools/{pool}/workers/filter", {})
-                online |= {str(worker["name"]) for worker in workers if worker["status"] == "ONLINE"}
+                online |= {
+                    str(each["name"]) for each in workers if parse(each["last_heartbeat_time"]) > since
+                }
         missing = {name: process for name, process in missing.items() if name not in online}
-        if not missing:
-            return
         for name, process in missing.items():
             _check(site, name, process, deadline, "has not reached the server")
         time.sleep(0.5)

@@ -21,7 +21,7 @@ from types import FrameType
 from flows.server import ServerError, api_url, client_environment
 from tasks import die_with_parent
 from tasks.cluster import Site, load_site
-from tasks.nodes import renew_lease
+from tasks.nodes import lease_key, renew_lease
 from tasks.specfile import SpecError
 from tasks.storage import StorageError
 
@@ -91,6 +91,8 @@ def _attend(site: Site, node: str, child: subprocess.Popen[bytes], told: list[in
                 log.warning("the lease of %s could not be renewed: %s", node, error)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(timeout=0.2)
+    with contextlib.suppress(StorageError, OSError):  # known as lost at once, not when the lease has aged
+        storage.delete(lease_key(node))
     if told:
         return 0
     log.error("the Prefect worker of %s ended with %s", node, child.returncode)
