@@ -16,7 +16,7 @@ from allocator.packing import places
 from allocator.plan import Placement
 from allocator.problem import Job
 
-EFFORT = 6_000_000  # cells that a search looks at in all
+EFFORT = 4_000_000  # cells that a search looks at in all
 _TRIES = 12  # cheapest places that are tried against guarantees and reservations
 
 
@@ -46,6 +46,7 @@ class Search:
         self.planned = [placement for placement, _, new in board.spans if new]
         self.earned = [_earned(board, placement) for placement in self.planned]
         self._found: dict[object, Displaced | None] = {}
+        self._costs: dict[int, float] = {}
         self._holders: list[list[list[int]]] = []  # [level][slot][gpu]: whose the next 2**level slots are
 
     def cheapest(self, job: Job) -> Displaced | None:
@@ -69,7 +70,7 @@ class Search:
                 row = (fits >> (start * board.layout.gpus)) & board.layout.row
                 if row and self.effort > 0:
                     share, saved = _share(board, option, start), _saved(board, job, start)
-                    for holders, block_row in self._row(option, start, row):
+                    for holders, block_row in self._row(option, start, row).items():
                         cost = self._cost(holders)
                         needed = (cost - saved) / share
                         old = found.get((at, holders))
@@ -91,8 +92,11 @@ class Search:
                 )
         return None
 
-    def _row(self, option: Option, start: int, row: int) -> list[tuple[int, int]]:
-        """Of each place that begins in a slot: whose cells it covers (a bit for a planned job), its GPUs."""
+    def _row(self, option: Option, start: int, row: int) -> dict[int, int]:
+        """Of the places that begin in a slot: whose cells each covers (a bit for a planned job), its GPUs.
+
+        Of places that cover the same jobs the first is kept.
+        """
         holders = self._during(start, option.slots)
         width = option.gpus // (option.gang or 1)
         reach, wide = 1, holders
@@ -103,8 +107,11 @@ class Search:
         rest = width - reach
         ones = (1 << width) - 1
         if not option.gang:
-            return [(wide[gpu] | wide[gpu + rest], ones << gpu) for gpu in gpus_of(row)]
-        found = []
+            covers = [a | b for a, b in zip(wide, wide[rest:] + [0] * rest, strict=True)] if rest else wide
+            first = {covers[gpu]: gpu for gpu in reversed(gpus_of(row))}
+            self.effort -= len(wide) + 10 * len(first)
+            return {holders: ones << gpu for holders, gpu in first.items()}
+        found: dict[int, int] = {}
         for group in option.groups:
             nodes = sorted(
                 gpus_of(row & group), key=lambda gpu: (self._cost(wide[gpu] | wide[gpu + rest]), gpu)
@@ -114,7 +121,7 @@ class Search:
                 for gpu in nodes[: option.gang]:
                     all_holders |= wide[gpu] | wide[gpu + rest]
                     blocks |= ones << gpu
-                found.append((all_holders, blocks))
+                found[all_holders] = blocks
         return found
 
     def _during(self, start: int, slots: int) -> list[int]:
@@ -141,12 +148,16 @@ class Search:
         return [a | b for a, b in zip(table[start], table[late], strict=True)]
 
     def _cost(self, holders: int) -> float:
-        total = 0.0
-        while holders:
-            low = holders & -holders
-            total += self.earned[low.bit_length() - 1]
-            holders ^= low
-        return total
+        """What these jobs earn together."""
+        found = self._costs.get(holders)
+        if found is None:
+            found, left = 0.0, holders
+            while left:
+                low = left & -left
+                found += self.earned[low.bit_length() - 1]
+                left ^= low
+            self._costs[holders] = found
+        return found
 
     def _allowed(self, job: Job, place: Place, gone: list[Placement]) -> bool:
         """Whether the plan with the job in place of the others keeps every rule, guarantees included."""
