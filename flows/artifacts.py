@@ -88,8 +88,8 @@ def show_forecast(site: Site, hour: Hour, made: dict[str, Forecast]) -> None:
     came = [{**row, "ts": _local(site, row["ts"])} for row in past]
     reasons = "\n".join(f"- {name}: {found.method} ({found.reason})" for name, found in made.items())
     text = (
-        f"# GPUs that services will want, from {_local(site, hour.begin)}\n\n{reasons}\n\n{_table(coming)}\n\n"
-        f"## What was expected for the next slot, and what came\n\n{_table(came)}"
+        f"# GPUs that services will want, from {_local(site, hour.begin)}\n\n{reasons}\n\n"
+        f"{_table(coming)}\n\n## What was expected for the next slot, and what came\n\n{_table(came)}"
     )
     with _at_most_a_warning():
         create_markdown_artifact(text, key="forecast", description="Forecast against what came")
@@ -114,7 +114,8 @@ def show_outcome(site: Site, closed: Closed) -> None:
     ]
     text = (
         f"# Slot {_local(site, closed.instant)}\n\n{_table(rows)}\n\n{figures['completed']} jobs completed, "
-        f"{figures['failed']} attempts ended otherwise, real-time shortage {figures['shortage_gpu_s']:.0f} of "
+        f"{figures['failed']} attempts ended otherwise, "
+        f"real-time shortage {figures['shortage_gpu_s']:.0f} of "
         f"{figures['demand_gpu_s']:.0f} GPU-seconds wanted"
     )
     with _at_most_a_warning():
@@ -124,14 +125,15 @@ def show_outcome(site: Site, closed: Closed) -> None:
 def show_run(order: Order, outcome: Outcome) -> None:
     """`run-<job>`: what became of a run."""
     metrics = outcome.metrics or {}
-    rows = [{"figure": "state", "value": outcome.state}, {"figure": "error", "value": outcome.error or ""}]
-    rows += [
-        {"figure": name, "value": value} for name, value in metrics.items() if not isinstance(value, dict)
-    ]
-    rows += [
-        {"figure": "outputs", "value": f"{order.storage.root}/outputs/{order.job}/"},
-        {"figure": "log", "value": f"{order.storage.root}/logs/{order.job}/{order.attempt}-{order.rank}.log"},
-    ]
+    place = f"{order.storage.root}/logs/{order.job}/{order.attempt}-{order.rank}.log"
+    shown: dict[str, Any] = {
+        "state": outcome.state,
+        "error": outcome.error or "",
+        **{name: value for name, value in metrics.items() if not isinstance(value, dict)},
+        "outputs": f"{order.storage.root}/outputs/{order.job}/",
+        "log": place,
+    }
+    rows: list[dict[str, Any]] = [{"figure": name, "value": value} for name, value in shown.items()]
     key = re.sub(r"[^a-z0-9]+", "-", f"run-{order.job}".lower()).strip("-")
     with _at_most_a_warning():
         create_table_artifact(rows, key=key, description=f"{order.job}, attempt {order.attempt}")

@@ -38,7 +38,7 @@ def hourly(cluster: str, instant: str | None = None) -> str:
 
 
 def _hour(site: Site, instant: str | None) -> Hour:
-    """The hour named, or the scheduled one (not the clock's: a run can start early, or long after), or now."""
+    """The hour named, or the scheduled one (not the clock's: a run can start early, or late), or now."""
     if instant is not None:
         return scheduled_hour(site, instants.parse(instant), instants.now())
     if "auto-scheduled" in runtime.flow_run.tags:

@@ -1,4 +1,4 @@
-"""The light flow between hours: commit what fits once a run ends, a node changes or demand exceeds its target.
+"""The light flow between hours: commit what fits when a run ends, a node changes, demand exceeds a target.
 
 It moves nothing that has started or is committed, and stands aside when another planner is at work.
 """

@@ -34,7 +34,8 @@ def collect(site: Site, hour: Hour) -> Collected:
         hour,
         found.problems,
         f"{len(found.received.jobs) + len(found.occurrences)} new jobs, "
-        f"{len(found.received.rejected)} rejected, {sum(found.samples.values())} demand samples, {len(found.settled)} runs settled",
+        f"{len(found.received.rejected)} rejected, "
+        f"{sum(found.samples.values())} demand samples, {len(found.settled)} runs settled",
     )
     return found
 

@@ -59,9 +59,7 @@ class Planned:
         return timedelta(minutes=self.problem.slot_minutes)
 
 
-def allocate(
-    site: Site, hour: Hour, forecasts: Mapping[str, Forecast], lost: Iterable[str]
-) -> Planned:
+def allocate(site: Site, hour: Hour, forecasts: Mapping[str, Forecast], lost: Iterable[str]) -> Planned:
     """Plan the horizon from `hour.begin` on; on the nodes in `lost` nothing may start.
 
     A replan is light: fast mode alone, and no baselines.
@@ -76,9 +74,7 @@ def allocate(
             plan = allocator.solve(problem, mode="full", time_limit=full_seconds)
         except Exception as error:  # the fast plan stands, whatever the solver did
             problems.append(Degradation("allocate", "full mode", f"{error}; the fast plan stands"))
-    baselines = {
-        mode: allocator.solve(problem, mode=mode) for mode in BASELINES if hour.trigger == "hourly"
-    }
+    baselines = {mode: allocator.solve(problem, mode=mode) for mode in BASELINES if hour.trigger == "hourly"}
     gpus = tuple((node, index) for _, node, index in site.gpu_numbers())
     queued = {row["job"]: row for row in state.queued}
     return Planned(hour, problem, plan, baselines, gpus, queued, state.considered, problems)
@@ -220,13 +216,15 @@ def _windows(
 def _queued(site: Site, hour: Hour, state: State, row: dict[str, Any]) -> allocator.Job:
     seconds = state.estimates.estimate_s(row["job"], row["kind"], row["gpus"], row["duration_s"])
     deadline = row["deadline_at"]
+    # Submitted while this plan is being made: after its begin by the clock, and yet known to it.
+    waits = row["release_at"] - hour.begin if row["release_at"] > row["submitted_at"] else timedelta(0)
     return allocator.Job(
         id=row["job"],
         kind=row["kind"],
         choices=(Choice(row["gpus"], max(math.ceil(timedelta(seconds=seconds) / site.slot), 1)),),
         priority=row["priority"],
         value=row["value"],
-        release=max(math.ceil((row["release_at"] - hour.begin) / site.slot), 0),
+        release=max(math.ceil(waits / site.slot), 0),
         deadline=None if deadline is None else math.floor((deadline - hour.begin) / site.slot),
         gpu_types=tuple(row["gpu_types"] or ()),
     )
@@ -258,7 +256,8 @@ def _service(
         ramp=max(per_slot, service.gpus_per_replica),
         demand_quantiles=tuple(tuple(row) for row in rows),
         priority=service.priority,
-        shortage_penalty=service.shortage_penalty,
+        # Values are in priority × GPU-hours here, so what a GPU lacks for one slot is counted in hours too.
+        shortage_penalty=service.shortage_penalty * site.cluster.slot_minutes / 60,
         current=tuple(current),
         gpus_per_replica=service.gpus_per_replica,
     )

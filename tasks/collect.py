@@ -127,15 +127,7 @@ def _known(directory: Path) -> _Known:
 
         return _Known(
             digests={row["job"]: row["sha256"] for row in rows("SELECT job, sha256 FROM specs")},
-            templates=rows(
-                """
-                SELECT t.job, t.spec, t.schedule, t.sha256, t.source,
-                    coalesce(max(o.release_at), t.submitted_at) AS last
-                FROM specs t LEFT JOIN specs o ON o.template = t.job
-                WHERE t.schedule IS NOT NULL AND t.job NOT IN (SELECT job FROM cancels)
-                GROUP BY ALL
-                """
-            ),
+            templates=rows("FROM recurring"),
             states={row["job"]: row["state"] for row in rows("SELECT job, state FROM jobs")}
             | {row["job"]: "recurring" for row in rows("SELECT job FROM specs WHERE schedule IS NOT NULL")},
             requested={row["job"] for row in rows("SELECT job FROM cancels")},
@@ -144,15 +136,7 @@ def _known(directory: Path) -> _Known:
                 for row in rows("SELECT service, max(ts) AS until FROM demand_samples GROUP BY service")
             },
             nodes={row["node"]: row["state"] for row in rows("SELECT node, state FROM nodes")},
-            live=rows(
-                """
-                SELECT r.*, coalesce(j.cancel_at IS NOT NULL, false) AS cancel,
-                    EXISTS (
-                        FROM outcomes o WHERE o.job = r.job AND o.attempt = r.attempt AND o.rank <> r.rank
-                    ) AS peer_ended
-                FROM ranks r LEFT JOIN jobs j USING (job) WHERE r.outcome IS NULL
-                """
-            ),
+            live=rows("FROM live_ranks"),
         )
 
 

@@ -17,9 +17,8 @@ def main() -> None:
     """Work, and say how far it has come."""
     seconds, metrics = float(sys.argv[1]), Path(os.environ["SLOTWISE_METRICS"])
     began, inside, rows = time.monotonic(), 0, 0
-    print(
-        f"{os.environ['SLOTWISE_JOB']} has GPUs {os.environ['SLOTWISE_GPU_INDICES']} of {os.environ['SLOTWISE_NODE']}"
-    )
+    gpus, node = os.environ["SLOTWISE_GPU_INDICES"], os.environ["SLOTWISE_NODE"]
+    print(f"{os.environ['SLOTWISE_JOB']} has GPUs {gpus} of {node}")
     while (elapsed := time.monotonic() - began) < seconds:
         inside += sum(random.random() ** 2 + random.random() ** 2 <= 1 for _ in range(10_000))
         rows += 10_000

@@ -82,6 +82,19 @@ FROM outcomes o JOIN attempts a USING (job, attempt) JOIN specs s USING (job)
 GROUP BY o.job, o.attempt, s.kind, s.tenant, s.priority;
 COMMENT ON VIEW runs IS 'Every attempt that ended: MFU, speed, GPU seconds, cost, value, error';
 
+CREATE VIEW recurring AS
+SELECT t.job, t.schedule, t.spec, t.source, t.sha256, coalesce(max(o.release_at), t.submitted_at) AS last
+FROM specs t LEFT JOIN specs o ON o.template = t.job
+WHERE t.schedule IS NOT NULL AND t.job NOT IN (SELECT job FROM cancels)
+GROUP BY t.job, t.schedule, t.spec, t.source, t.sha256, t.submitted_at;
+COMMENT ON VIEW recurring IS 'Recurring jobs that are not cancelled, and their latest occurrence so far';
+
+CREATE VIEW live_ranks AS
+SELECT r.*, coalesce(j.cancel_at IS NOT NULL, false) AS cancel,
+    EXISTS (FROM outcomes o WHERE o.job = r.job AND o.attempt = r.attempt AND o.rank <> r.rank) AS peer_ended
+FROM ranks r LEFT JOIN jobs j USING (job) WHERE r.outcome IS NULL;
+COMMENT ON VIEW live_ranks IS 'Ranks without an outcome: whether their job is to be cancelled, or a peer has ended';
+
 CREATE VIEW serving_counts AS
 WITH commitments AS (
     SELECT service, instant, lead(instant) OVER (PARTITION BY service ORDER BY instant) AS superseded_at
