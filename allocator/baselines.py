@@ -31,11 +31,7 @@ if TYPE_CHECKING:
 
 def fifo(layout: Layout, tasks: list[Task]) -> Schedule:
     schedule = Schedule(layout, tasks, serve(layout, hold_peak))
-    packing, clock = schedule.packing, 0
-    for task in tasks:
-        packing.fill((task,), FIRST, earliest=clock)
-        if packing.cells[task.index]:
-            clock = packing.start[task.index]
+    schedule.packing.fill(tasks, FIRST, queue=True)
     return schedule
 
 

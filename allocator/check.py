@@ -8,7 +8,7 @@ about a tenth of a millisecond.
 Occupancy is one integer per slot with a bit for each GPU, so that a block of any width is tested at once.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from allocator.plan import Placement, Plan, ServicePlan
@@ -484,7 +484,12 @@ def _check_reservations(
                 break
 
 
-def _mask(gpus: Iterable[int]) -> int:
+def _mask(gpus: Sequence[int]) -> int:
+    if not gpus:
+        return 0
+    first, width = gpus[0], len(gpus)
+    if gpus == tuple(range(first, first + width)):
+        return ((1 << width) - 1) << first
     mask = 0
     for gpu in gpus:
         mask |= 1 << gpu

@@ -21,7 +21,7 @@ from time import perf_counter
 from allocator import baselines
 from allocator.grid import Layout, Task, build_tasks
 from allocator.improve import improve
-from allocator.orders import RECIPES, arrange, ceiling
+from allocator.orders import RECIPES, Recipe, arrange, ceiling
 from allocator.packing import FIRST
 from allocator.problem import Problem, Service
 from allocator.realtime import Held, choose_counts, hold
@@ -29,7 +29,11 @@ from allocator.schedule import Schedule, serve
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from allocator.realtime import Chooser
+
+    Policy = Callable[[Layout, list[Task]], Schedule]
 
 _DUST = 1e-9
 
@@ -45,22 +49,38 @@ def plan_fast(problem: Problem, seed: int, iterations: int | None, time_limit: f
     layout = Layout(problem)
     tasks = build_tasks(layout)
     held = serve(layout, baselines.follow_demand)
-    best, most = _pack(layout, tasks, held, until)
+    best, won, most = _pack(layout, tasks, held, RECIPES, until)
     if best.objective < most - _DUST:
-        price = marginal_price(tasks, layout.free.bit_count() - sum([sum(h.counts) for h in held]))
-        for factor in (1.0, 0.5) if price else ():
-            leaner = serve(layout, partial(_at_price, price * factor))
-            if [h.counts for h in leaner] != [h.counts for h in held]:
-                other, _ = _pack(layout, tasks, leaner, until)
-                if other.objective > best.objective + _DUST:
-                    best = other
-    if best.objective < most - _DUST:
+        best = _try_leaner(best, won, until)
         steps = _default_steps(layout, tasks) if iterations is None else iterations
         best = improve(best, steps, Random(seed), until, adaptive=iterations is None)
         best = _meet_shortage(best)
         best = _not_below_baselines(best)
     _move_up(best)
     return best
+
+
+def _try_leaner(best: Schedule, won: Recipe, until: float | None) -> Schedule:
+    """Levels of services at the price of the work that they displace, where that changes them and pays."""
+    layout, tasks = best.layout, best.tasks
+    price = marginal_price(tasks, layout.free.bit_count() - sum([sum(held.counts) for held in best.held]))
+    if not price or not _may_pay(best.held, price):
+        return best
+    leaner = serve(layout, partial(_at_price, price))
+    if [held.counts for held in leaner] == [held.counts for held in best.held]:
+        return best
+    other, _, _ = _pack(layout, tasks, leaner, (won, *RECIPES[:2]), until)
+    return other if other.objective > best.objective + _DUST else best
+
+
+def _may_pay(held: list[Held], price: float) -> bool:
+    """Whether a price could change what services hold: not where each GPU-slot meets demand that costs more."""
+    return any(
+        service.service.demand is None
+        or service.service.penalty <= price
+        or sum(service.counts) + service.shortage > sum(service.service.demand)
+        for service in held
+    )
 
 
 def marginal_price(tasks: list[Task], capacity: int) -> float:
@@ -76,31 +96,37 @@ def _at_price(price: float, service: Service) -> Chooser:
     return partial(choose_counts, service, price)
 
 
-def _pack(layout: Layout, tasks: list[Task], held: list[Held], until: float | None) -> tuple[Schedule, float]:
-    """The best packing of the recipes and of the order by priority; and what none can exceed with these levels."""
-    best = Schedule(layout, tasks, held)
-    free, fresh = best.packing.free, best
-    capacity = (free & ((1 << (layout.gpus * layout.horizon)) - 1)).bit_count()
-    shortage = best.packing.gain - best.objective
+def _pack(
+    layout: Layout, tasks: list[Task], held: list[Held], recipes: Sequence[Recipe], until: float | None
+) -> tuple[Schedule, Recipe, float]:
+    """The best packing of some recipes and of the order by priority.
+
+    Returns:
+        the schedule, the recipe that made it (the first of all when it was the priority), and an objective that
+        no packing exceeds with these levels.
+    """
+    best, won = Schedule(layout, tasks, held), recipes[0]
+    capacity = (best.packing.free & ((1 << (layout.gpus * layout.horizon)) - 1)).bit_count()
     most = ceiling(tasks, capacity)
-    fresh.packing.fill(baselines.by_priority(layout, tasks), FIRST)
-    for recipe in RECIPES:
+    shortage = sum([service.cost for service in held])
+    best.packing.fill(baselines.by_priority(layout, tasks), FIRST)
+    for recipe in recipes:
         if best.packing.gain >= most - _DUST or (until is not None and perf_counter() > until):
             break
-        fresh = Schedule(layout, tasks, held)
         if recipe.late and layout.problem.open_end:
             continue  # what ends after the horizon is worth less
+        fresh = Schedule(layout, tasks, held)
         order = arrange(tasks, capacity, recipe)
         fresh.packing.fill(order, recipe.side, late=recipe.late, column=recipe.column)
         if fresh.packing.gain > best.packing.gain:
-            best = fresh
-    return best, most - shortage
+            best, won = fresh, recipe
+    return best, won, most - shortage
 
 
 def _default_steps(layout: Layout, tasks: list[Task]) -> int:
     """Steps of local search, fewer where each costs more."""
     cells = layout.gpus * layout.rows
-    return max(0, min(12, 400_000 // (cells * max(len(tasks), 1))))
+    return max(0, min(6, 400_000 // (cells * max(len(tasks), 1))))
 
 
 def _meet_shortage(schedule: Schedule) -> Schedule:
@@ -122,14 +148,19 @@ def _meet_shortage(schedule: Schedule) -> Schedule:
 def _not_below_baselines(schedule: Schedule) -> Schedule:
     """The schedule, or fifo's or backfill's where that is worth more. Greedy was among the packings."""
     layout, tasks = schedule.layout, schedule.tasks
-    held = serve(layout, baselines.hold_peak)
-    flat = [h.counts for h in held] == [h.counts for h in schedule.held]
-    room = layout.free.bit_count() - sum([sum(h.counts) for h in held])
-    if ceiling(tasks, room) - sum([h.cost for h in held]) <= schedule.objective + _DUST:
-        return schedule
-    # Where the peak is what services hold anyway, backfill is greedy, which was among the packings.
-    for baseline in (baselines.fifo,) if flat else (baselines.fifo, baselines.backfill):
-        other = baseline(layout, tasks)
+    demands = [service.demand for service in layout.problem.services]
+    flat = all(demand is not None and min(demand) == max(demand) for demand in demands)
+    if flat and all(service.current is None for service in layout.problem.services):
+        # The peak is what services hold anyway, so backfill is greedy, and its ceiling is known to be higher.
+        policies: tuple[Policy, ...] = (baselines.fifo,)
+    else:
+        held = serve(layout, baselines.hold_peak)
+        room = layout.free.bit_count() - sum([sum(service.counts) for service in held])
+        if ceiling(tasks, room) - sum([service.cost for service in held]) <= schedule.objective + _DUST:
+            return schedule
+        policies = (baselines.fifo, baselines.backfill)
+    for policy in policies:
+        other = policy(layout, tasks)
         if other.objective > schedule.objective + _DUST:
             schedule = other
     return schedule

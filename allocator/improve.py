@@ -157,7 +157,7 @@ class _Search:
         saved, free_before = packing.save(), packing.free
         for victim in victims:
             packing.remove(victim)
-        if packing.quota is not None and packing.quota.closed(task, option.gpus, option.slots) & block:
+        if packing.quota is not None and block & ~packing.quota.open(task, option.gpus, option.slots):
             packing.restore(saved)
             return False
         packing.put(task, option, start, block)
@@ -202,7 +202,7 @@ class _Search:
         packing = new.packing
         if not packing.copy(old.packing, kept):
             return False
-        if packing.quota is not None and packing.quota.closed(task, option.gpus, option.slots) & block:
+        if packing.quota is not None and block & ~packing.quota.open(task, option.gpus, option.slots):
             return False
         packing.put(task, option, start, block)
         packing.fill(self._shuffled(victims + [other for other in self.out if other is not task]), LOW)

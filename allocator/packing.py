@@ -47,7 +47,13 @@ class Packing:
         self.gain = 0.0
 
     def fill(
-        self, order: Iterable[Task], side: int, *, late: bool = False, column: bool = False, earliest: int = 0
+        self,
+        order: Iterable[Task],
+        side: int,
+        *,
+        late: bool = False,
+        column: bool = False,
+        queue: bool = False,
     ) -> None:
         """Place each job of an order that is out and fits, at its earliest start.
 
@@ -56,7 +62,7 @@ class Packing:
                 those that fit snugly.
             late: at its latest start instead.
             column: on the GPU at that side where it fits at all, and only then at its earliest (latest) start.
-            earliest: no job starts before this slot.
+            queue: none starts before one that came earlier in the order.
         """
         layout, quota, horizon = self.layout, self.quota, self.layout.horizon
         stride, row_mask, borders = layout.gpus, layout.row, layout.node_starts
@@ -64,7 +70,7 @@ class Packing:
         walls: list[tuple[int, int]] = []  # widths and lengths that fit nowhere
         failed: set[object] = set()  # options that fit nowhere; no more is free later in the order
         eroded: dict[int, int] = {}  # cells that stay free for so many slots, until a job is placed
-        shut = 0
+        open_cells, earliest = -1, 0
         for task in order:
             index = task.index
             if cells[index]:
@@ -77,13 +83,13 @@ class Packing:
                 if walls and not option.gang and any([gpus >= w and slots >= d for w, d in walls]):
                     continue
                 if quota is not None:
-                    shut = quota.closed(task, gpus, slots)
-                lasting = None if shut else eroded.get(slots)
+                    open_cells = quota.open(task, gpus, slots)
+                lasting = eroded.get(slots) if open_cells == -1 else None
                 if lasting is None:
-                    lasting = free & ~shut if shut else free
+                    lasting = free & open_cells
                     for shift in option.time_shifts:
                         lasting &= lasting >> shift
-                    if not shut:
+                    if open_cells == -1:
                         eroded[slots] = lasting
                 fits = lasting
                 for shift in option.width_shifts:
@@ -99,7 +105,7 @@ class Packing:
                     break
                 if not fits:
                     failed.add(key)
-                    if option.anywhere and not shut:
+                    if option.anywhere and open_cells == -1:
                         walls.append((gpus, slots))
                     continue
                 if column:
@@ -130,6 +136,8 @@ class Packing:
             cells[index] = block
             self.start[index] = start
             self.option[index] = option
+            if queue:
+                earliest = start
             inside = horizon - start
             gain += task.worth if option.slots <= inside else task.worth * inside / option.slots
             if start <= task.told:
@@ -173,7 +181,7 @@ class Packing:
             self.remove(task)
             open_cells = self.free
             if self.quota is not None:
-                open_cells &= ~self.quota.closed(task, option.gpus, option.slots)
+                open_cells &= self.quota.open(task, option.gpus, option.slots)
             earlier = places(option, open_cells) & ((1 << (start * stride)) - 1)
             if option.gang:
                 found = gang_block(self.layout, option, earlier)
@@ -195,7 +203,7 @@ class Packing:
         for task in tasks:
             block, option = other.cells[task.index], other.option[task.index]
             assert option is not None
-            if self.quota is not None and self.quota.closed(task, option.gpus, option.slots) & block:
+            if self.quota is not None and block & ~self.quota.open(task, option.gpus, option.slots):
                 return False
             self.put(task, option, other.start[task.index], block)
         return True

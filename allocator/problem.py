@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
+_INFINITE = float("inf")
 _set = object.__setattr__  # the way into a frozen dataclass while it is being built
 
 
@@ -183,22 +184,28 @@ class Job:
 
     def __post_init__(self) -> None:
         # One test lets a sound job through in half a microsecond; only others are looked at field by field.
+        value, priority = self.value, self.priority
         if not (
             type(self.id) is str
             and self.id
             and type(self.choices) is tuple
             and self.choices
-            and type(self.priority) is int
-            and self.priority >= 0
+            and (type(priority) is int or type(priority) is float)
+            and 0 <= priority < _INFINITE
             and type(self.release) is int
             and self.release >= 0
-            and (self.value is None or (type(self.value) is int and self.value >= 0))
+            and (value is None or ((type(value) is int or type(value) is float) and 0 <= value < _INFINITE))
             and (self.deadline is None or type(self.deadline) is int)
             and type(self.gpu_types) is tuple
-            and self.waited == 0
-            and self.running is None
+            and type(self.waited) is int
+            and self.waited >= 0
         ):
             self._check_fields()
+        if self.running is not None and not any([c.gpus == len(self.running.gpus) for c in self.choices]):
+            widths = " or ".join([str(c.gpus) for c in self.choices])
+            raise ProblemError(
+                f"job {self.id}: running: holds {len(self.running.gpus)} GPUs; expected {widths}"
+            )
 
     def _check_fields(self) -> None:
         text("job", "id", self.id)
@@ -214,9 +221,6 @@ class Job:
         whole(who, "release", self.release, 0)
         if self.deadline is not None:
             whole(who, "deadline", self.deadline)
-        if self.running is not None and not any(c.gpus == len(self.running.gpus) for c in self.choices):
-            widths = " or ".join(str(c.gpus) for c in self.choices)
-            raise ProblemError(f"{who}: running: holds {len(self.running.gpus)} GPUs; expected {widths}")
 
     @property
     def full_value(self) -> float:
@@ -297,6 +301,8 @@ class Service:
             return max(0, self.demand[slot] - gpus)
         assert self.demand_quantiles is not None
         row = self.demand_quantiles[slot]
+        if gpus >= row[-1]:
+            return 0
         return sum(want - gpus for want in row if want > gpus) / len(row)
 
 

@@ -1,10 +1,13 @@
 """Rules about who may use how many GPUs: the guarantees of tenants and reservations.
 
 Both limit, for a job that would start, in which slots another so many GPUs are allowed. ``Quota`` keeps the room of
-each slot while a plan is built and answers with the cells that are closed to a job; the packing then sees
-them as taken. The invariant: taking a job in slots that were open to it never breaks a rule for a job
-that was placed before (what is checked for a job covers all that others are checked for), so only the job
-that comes is checked. The cost: a look at each slot for each width, so it exists only in problems with such rules.
+each slot while a plan is built and answers with the cells that are open to a job; the packing then sees the
+others as taken. Room is one integer for all slots, with a field for each as wide as a row of the grid: one
+subtraction tests every slot, and the bit that remains in each field is stretched to the row of cells.
+
+The invariant: taking a job in slots that were open to it never breaks a rule for a job that was placed
+before (what is checked for a job covers all that others are checked for), so only the job that comes is
+checked. The cost: reservations are counted slot by slot when their own tenant's jobs come or go.
 """
 
 from __future__ import annotations
@@ -12,11 +15,11 @@ from __future__ import annotations
 from allocator.grid import Layout, Task
 from allocator.problem import Problem
 
-QuotaState = tuple[dict[str | None, list[int]], list[dict[str, int]], dict[int, int]]
+QuotaState = tuple[dict[str | None, int], dict[str | None, int], list[dict[str, int]]]
 
 
 class Quota:
-    """Room under guarantees and reservations, slot by slot.
+    """Room under guarantees and reservations.
 
     Args:
         service_cells: the cells that services hold.
@@ -24,109 +27,133 @@ class Quota:
 
     def __init__(self, layout: Layout, service_cells: int) -> None:
         problem = layout.problem
-        self.tenants = {tenant.name: tenant for tenant in problem.tenants}
-        self.slot_cells = [layout.row << (slot * layout.gpus) for slot in range(layout.rows)]
-        shared = problem.total_gpus - sum([tenant.gpus for tenant in problem.tenants])
-        self.left: dict[str | None, list[int]] = {None: [shared] * layout.rows}
-        for tenant in problem.tenants:
-            self.left[tenant.name] = [tenant.gpus] * layout.rows
+        self.layout = layout
+        self.stride = stride = max(layout.gpus, 8)  # of a field: a tiny cluster's rows hold no counts
+        self.ones = sum([1 << (slot * stride) for slot in range(layout.rows)])
+        self.top = stride - 1
+        self.tops = self.ones << self.top
+        # Rooms are kept shifted up, so that less than none does not borrow from the next slot.
+        self.zero = 2 * layout.gpus
+        self.borrow = {tenant.name: tenant.borrow_slots for tenant in problem.tenants}
+        self.left: dict[str | None, int] = {}
+        if problem.tenants:
+            shared = problem.total_gpus - sum([tenant.gpus for tenant in problem.tenants])
+            self.left[None] = (shared + self.zero) * self.ones
+            for tenant in problem.tenants:
+                self.left[tenant.name] = (tenant.gpus + self.zero) * self.ones
         self.kept: list[dict[str, int]] = [{} for _ in range(layout.rows)]  # reserved and not yet used
         for reservation in problem.reservations:
             for slot in range(max(reservation.start, 0), min(reservation.end, layout.rows)):
                 row = self.kept[slot]
                 row[reservation.tenant] = row.get(reservation.tenant, 0) + reservation.gpus
-        self.reserved = [slot for slot, row in enumerate(self.kept) if row]
-        taken = (layout.all & ~layout.free) | service_cells
-        self.open = {
-            slot: layout.gpus - ((taken >> (slot * layout.gpus)) & layout.row).bit_count()
-            for slot in self.reserved
-        }
+        self.owners = {reservation.tenant for reservation in problem.reservations}
         for job in problem.jobs:
             if job.running is not None:
                 first, last = problem.running_window(job)
                 gpus, slots = len(job.running.gpus), problem.running_slots(job)
-                self._count(job.tenant, gpus, slots, first, min(last, layout.rows))
-                for slot in range(first, min(last, layout.rows)):
-                    if job.tenant in self.kept[slot]:
-                        self.kept[slot][job.tenant] -= gpus
-        # Closed cells by share (or tenant, for reservations) and width, until the room changes.
-        self.shut_by_share: dict[str | None, dict[int, int]] = {name: {} for name in self.left}
-        self.shut_by_reservation: dict[tuple[str | None, int], int] = {}
+                name = self._share(job.tenant, slots)
+                last = min(last, layout.rows)
+                if name != "" and first < last:
+                    # A guarantee never refuses running work, so there may be less than none left.
+                    self.left[name] -= gpus * self._window(first, last)
+                if job.tenant in self.owners:
+                    for slot in range(first, last):
+                        if job.tenant in self.kept[slot]:
+                            self.kept[slot][job.tenant] -= gpus
+        self.room: dict[str | None, int] = {}  # by tenant, None for all that have no reservation
+        if self.owners:
+            taken = (layout.all & ~layout.free) | service_cells
+            for owner in (None, *sorted(self.owners)):
+                room = 0
+                for slot, kept in enumerate(self.kept):
+                    busy = (taken >> (slot * layout.gpus)) & layout.row
+                    others = sum([max(0, gpus) for name, gpus in kept.items() if name != owner])
+                    spare = layout.gpus - busy.bit_count() - others if others else layout.gpus
+                    room |= (max(spare, -layout.gpus) + self.zero) << (slot * stride)
+                self.room[owner] = room
 
-    def _share(self, tenant: str | None, slots: int) -> tuple[bool, str | None]:
-        """Whether a job counts against a share, and whose; not when it borrows, or where no tenant has one."""
-        if not self.tenants:
-            return False, None
-        entry = self.tenants.get(tenant or "")
-        if entry is None:
-            return True, None
-        return slots > entry.borrow_slots, tenant
+    def _share(self, tenant: str | None, slots: int) -> str | None:
+        """The share a job counts against: a tenant's, None for the common one, '' when it borrows or none exist."""
+        if not self.left:
+            return ""
+        borrow = self.borrow.get(tenant or "")
+        if borrow is None:
+            return None
+        return tenant if slots > borrow else ""
 
-    def _count(self, tenant: str | None, gpus: int, slots: int, first: int, last: int) -> None:
-        counts, name = self._share(tenant, slots)
-        if counts:
-            share = self.left[name]
-            for slot in range(first, last):
-                share[slot] -= gpus
+    def _window(self, first: int, last: int) -> int:
+        """A one in the field of each slot from first to last."""
+        return (self.ones & ((1 << ((last - first) * self.stride)) - 1)) << (first * self.stride)
+
+    def open(self, task: Task, gpus: int, slots: int) -> int:
+        """The cells of all slots in which the job may hold so many GPUs."""
+        tenant = task.job.tenant
+        cells = -1
+        enough = ((1 << self.top) - self.zero - gpus) * self.ones
+        if self.left:
+            name = self._share(tenant, slots)
+            if name != "":
+                cells = self._cells((self.left[name] + enough) & self.tops)
+        if self.room:
+            room = self.room[tenant if tenant in self.owners else None]
+            cells &= self._cells((room + enough) & self.tops)
+        return cells
 
     def closed(self, task: Task, gpus: int, slots: int) -> int:
-        """The cells of all slots in which the job may not hold so many GPUs."""
-        tenant, mask = task.job.tenant, 0
-        counts, name = self._share(tenant, slots)
-        if counts:
-            known = self.shut_by_share[name]
-            found = known.get(gpus)
-            if found is None:
-                found = 0
-                for cells, left in zip(self.slot_cells, self.left[name], strict=True):
-                    if left < gpus:
-                        found |= cells
-                known[gpus] = found
-            mask = found
-        if self.reserved:
-            key = (tenant, gpus)
-            found = self.shut_by_reservation.get(key)
-            if found is None:
-                found = 0
-                for slot in self.reserved:
-                    others = 0
-                    for owner, kept in self.kept[slot].items():
-                        if kept > 0 and owner != tenant:
-                            others += kept
-                    if others and self.open[slot] - gpus < others:
-                        found |= self.slot_cells[slot]
-                self.shut_by_reservation[key] = found
-            mask |= found
-        return mask
+        """The other cells."""
+        return self.layout.all & ~self.open(task, gpus, slots)
+
+    def _cells(self, fields: int) -> int:
+        """All cells of the slots whose field has its top bit set."""
+        if self.stride == self.layout.gpus:
+            return (fields << 1) - (fields >> self.top)
+        cells, row = 0, self.layout.row
+        for slot in range(self.layout.rows):
+            if fields >> (slot * self.stride + self.top) & 1:
+                cells |= row << (slot * self.layout.gpus)
+        return cells
 
     def take(self, task: Task, gpus: int, start: int, slots: int) -> None:
         """Count a job that was placed; with negative ``gpus``, one that was removed."""
-        tenant, end = task.job.tenant, start + slots
-        counts, name = self._share(tenant, slots)
-        if counts:
-            share = self.left[name]
-            for slot in range(start, end):
-                share[slot] -= gpus
-            self.shut_by_share[name].clear()
-        for slot in self.reserved:
-            if start <= slot < end:
-                self.open[slot] -= gpus
-                if tenant in self.kept[slot]:
-                    self.kept[slot][tenant] -= gpus
-                self.shut_by_reservation.clear()
+        tenant = task.job.tenant
+        window = self._window(start, start + slots)
+        if self.left:
+            name = self._share(tenant, slots)
+            if name != "":
+                self.left[name] -= gpus * window
+        if self.room:
+            reserved = 0
+            for slot in range(start, start + slots):
+                if self.kept[slot]:
+                    reserved |= 1 << (slot * self.stride)
+            if not reserved:
+                return
+            for owner in self.room:
+                self.room[owner] -= gpus * reserved
+            if tenant in self.owners:
+                self._use(tenant, gpus, start, start + slots)
+
+    def _use(self, tenant: str | None, gpus: int, first: int, last: int) -> None:
+        """What a tenant takes of its own reservation is no longer held against others."""
+        assert tenant is not None
+        freed = 0
+        for slot in range(first, last):
+            kept = self.kept[slot].get(tenant)
+            if kept is not None:
+                self.kept[slot][tenant] = kept - gpus
+                freed += (max(0, kept) - max(0, kept - gpus)) << (slot * self.stride)
+        for owner in self.room:
+            if owner != tenant:
+                self.room[owner] += freed
 
     def save(self) -> QuotaState:
         """The room of every slot, for ``restore``."""
-        left = {name: row.copy() for name, row in self.left.items()}
-        return left, [row.copy() for row in self.kept] if self.reserved else [], self.open.copy()
+        return self.left.copy(), self.room.copy(), [row.copy() for row in self.kept] if self.room else []
 
     def restore(self, saved: QuotaState) -> None:
-        self.left, kept, self.open = saved
-        if self.reserved:
+        self.left, self.room, kept = saved
+        if self.room:
             self.kept = kept
-        for known in self.shut_by_share.values():
-            known.clear()
-        self.shut_by_reservation.clear()
 
 
 def has_quota(problem: Problem) -> bool:

@@ -119,29 +119,49 @@ def _service(entry: Any) -> Service:
 
 
 def _job(entry: Any) -> Job:
-    if not (isinstance(entry, dict) and entry.keys() <= _JOB_KEYS and "id" in entry):
-        _keys(
-            f"job {entry.get('id', '?')}" if isinstance(entry, Mapping) else "job", entry, _JOB_KEYS, ("id",)
-        )
-    fields = dict(entry)
+    if not (type(entry) is dict and entry.keys() <= _JOB_KEYS and "id" in entry):
+        who = f"job {entry.get('id', '?')}" if isinstance(entry, Mapping) else "job"
+        _keys(who, entry, _JOB_KEYS, ("id",))
+    get = entry.get
+    types, running, announced = get("gpu_types", ()), get("running"), get("announced")
     try:
-        if "choices" in fields:
-            if "gpus" in fields or "slots" in fields:
-                raise ProblemError("expected either choices or gpus and slots, not both")
-            if not isinstance(fields["choices"], Sequence):
-                raise ProblemError(f"choices: {fields['choices']!r}; expected a list of {{gpus, slots}}")
-            fields["choices"] = tuple([_choice(choice) for choice in fields["choices"]])
-        elif "gpus" in fields and "slots" in fields:
-            fields["choices"] = (Choice(fields.pop("gpus"), fields.pop("slots")),)
+        if "choices" not in entry and "gpus" in entry and "slots" in entry:
+            choices: tuple[Choice, ...] = (Choice(entry["gpus"], entry["slots"]),)
         else:
-            raise ProblemError("expected gpus and slots, or choices")
-        for key, place in (("running", Running), ("announced", Announced)):
-            if (told := fields.get(key)) is not None:
-                _keys(key, told, _PLACE_KEYS, ("start", "gpus") if place is Running else ("start",))
-                fields[key] = place(**told)
+            choices = _choices(entry)
+        if running is not None:
+            _keys("running", running, _PLACE_KEYS, ("start", "gpus"))
+            running = Running(running["start"], running["gpus"])
+        if announced is not None:
+            _keys("announced", announced, _PLACE_KEYS, ("start",))
+            announced = Announced(announced["start"], announced.get("gpus", ()))
     except ProblemError as error:
         raise ProblemError(f"job {entry['id']}: {str(error).removeprefix('choice: ')}") from None
-    return Job(**fields)
+    return Job(
+        entry["id"],
+        choices,
+        get("kind", "training"),
+        get("priority", 1),
+        get("value"),
+        get("release", 0),
+        get("deadline"),
+        tuple(types) if type(types) is list else types,
+        get("tenant"),
+        running,
+        get("waited", 0),
+        announced,
+    )
+
+
+def _choices(entry: Mapping[str, Any]) -> tuple[Choice, ...]:
+    if "choices" not in entry:
+        raise ProblemError("expected gpus and slots, or choices")
+    if "gpus" in entry or "slots" in entry:
+        raise ProblemError("expected either choices or gpus and slots, not both")
+    choices = entry["choices"]
+    if not isinstance(choices, list | tuple):
+        raise ProblemError(f"choices: {choices!r}; expected a list of {{gpus, slots}}")
+    return tuple([_choice(choice) for choice in choices])
 
 
 def _choice(entry: Any) -> Choice:

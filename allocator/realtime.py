@@ -35,15 +35,16 @@ _TIE = 1e-6  # a price so small that it only decides between equal plans: hold l
 
 
 class Held:
-    """What a service holds: a mask of GPUs for each slot, and the counts."""
+    """What a service holds: a mask of GPUs for each slot, the counts, and what is missing."""
 
-    __slots__ = ("cells", "counts", "rows", "service", "shortage")
+    __slots__ = ("cells", "counts", "missing", "rows", "service", "shortage")
 
     def __init__(self, service: Service, rows: list[int], layout: Layout) -> None:
         self.service = service
         self.rows = rows
         self.counts = [row.bit_count() for row in rows]
-        self.shortage = _shortage(service, self.counts)
+        self.missing = _missing(service, self.counts)
+        self.shortage = sum(self.missing)
         self.cells = 0
         stride = layout.gpus
         for slot, row in enumerate(rows):
@@ -89,11 +90,13 @@ def kept_cells(layout: Layout, service: Service, choose: Chooser) -> int:
     """The cells that a service goes on holding of what it holds now, were it alone in the cluster."""
     if not isinstance(service.current, tuple) or not service.current:
         return 0
-    stride, kept = layout.gpus, 0
-    current = sum([1 << gpu for gpu in service.current])
-    for slot, row in enumerate(hold_counts(layout, layout.free, service, choose).rows):
-        current &= row
-        kept |= current << (slot * stride)
+    stride, unit, kept = layout.gpus, service.gpus_per_replica, 0
+    rows = [(layout.free >> (slot * stride)) & layout.row for slot in range(layout.horizon)]
+    stack = layout.replicas(sum([1 << gpu for gpu in service.current]), unit)[::-1]
+    caps = [row.bit_count() // unit for row in rows]
+    for slot, count in enumerate(choose(caps, [0] * len(caps), len(stack))):
+        stack = [replica for replica in stack if not replica & ~rows[slot]][:count]
+        kept |= sum(stack) << (slot * stride)
     return kept
 
 
@@ -110,8 +113,9 @@ def choose_counts(
     """
     unit = service.gpus_per_replica
     ramp = service.ramp // unit
-    if price == 0 and service.demand is not None:
-        counts = _envelope(service.demand, unit, ramp, caps, start)
+    if price == 0 and service.penalty:
+        highest = service.demand or [max(row) for row in service.demand_quantiles or ()]
+        counts = _envelope(highest, unit, ramp, caps, start)
         if counts is not None:
             return counts
     most = max([-(-max(service.wanted(slot)) // unit) for slot in range(len(caps))], default=0)
@@ -310,7 +314,8 @@ def _free_until(rows: list[int], slot: int, replica: int) -> int:
     return len(rows)
 
 
-def _shortage(service: Service, counts: list[int]) -> float:
+def _missing(service: Service, counts: list[int]) -> list[float]:
+    """GPUs missing in each slot."""
     if service.demand is not None:
-        return sum([want - have for want, have in zip(service.demand, counts, strict=True) if want > have])
-    return sum([service.shortage(slot, have) for slot, have in enumerate(counts)])
+        return [want - have if want > have else 0 for want, have in zip(service.demand, counts, strict=True)]
+    return [service.shortage(slot, have) for slot, have in enumerate(counts)]

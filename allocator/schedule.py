@@ -74,9 +74,8 @@ class Schedule:
                 if row != last:
                     last, same = row, _gpus(row)
                 gpus.append(same)
-            service = held.service
-            short = tuple([service.shortage(slot, count) for slot, count in enumerate(held.counts)])
-            rows[service.service] = ServicePlan(service.service, tuple(gpus), short)
+            name = held.service.service
+            rows[name] = ServicePlan(name, tuple(gpus), tuple(held.missing))
         return tuple([rows[service.service] for service in self.layout.problem.services])
 
 
@@ -103,6 +102,11 @@ def serve(layout: Layout, chooser: Callable[[Service], Chooser]) -> list[Held]:
 
 def _gpus(row: int) -> tuple[int, ...]:
     """The GPUs of a row mask, in rising order."""
+    if not row:
+        return ()
+    low = row & -row
+    if not row & (row + low):  # one block
+        return tuple(range(low.bit_length() - 1, row.bit_length()))
     found = []
     while row:
         low = row & -row
