@@ -167,7 +167,10 @@ def grid(
         for label, group in zip(labels, groups, strict=True):
             text.append(label.ljust(margin))
             paint.row(text, rows[group[0]], named, spans)
-    _legend(text, problem, rows, margin, fold, overview)
+    notes = [f"(a column is {fold} slots)"] if fold > 1 else []
+    if overview:
+        notes.append("(a letter is a kind, height the share of the GPUs in use)")
+    _legend(text, problem, rows, margin, width, notes)
     return text
 
 
@@ -306,28 +309,28 @@ class _Paint:
         ]
 
 
-def _legend(text: "Text", problem: Problem, rows: Rows, margin: int, fold: int, overview: bool) -> None:
+def _legend(text: "Text", problem: Problem, rows: Rows, margin: int, width: int, notes: list[str]) -> None:
+    """What colours and fills mean, on as many lines as it takes."""
     seen = {holder for row in rows for holder in row}
-    text.append(" " * margin)
+    entries: list[tuple[str, str, str]] = []
     for kind, colour in colours(problem).items():
         if any(holder is not None and holder.kind == kind for holder in seen):
-            sample = kind[:1] + "█" if overview else _FILLS.get(kind, "-") * 2
-            text.append(sample, colour if overview else f"{ink(colour)} on {colour}")
-            text.append(f" {kind}  ")
+            entries.append((_FILLS.get(kind, "-") * 2, f"{ink(colour)} on {colour}", kind))
     if any(holder is not None and holder.sort == "service" for holder in seen):
-        text.append("╱╱", f"{SERVICE_COLOUR} on #fbe3d2")
-        text.append(" real-time  ")
+        entries.append(("╱╱", f"{SERVICE_COLOUR} on #fbe3d2", "real-time"))
     if OUT in seen:
-        text.append("××", "white on grey30")
-        text.append(" out of service  ")
-    text.append("··", "dim")
-    text.append(" idle  ")
-    text.append("━━", "bold red")
-    text.append(" committed")
-    if fold > 1:
-        text.append(f"  (a column is {fold} slots)")
-    if overview:
-        text.append("  (height: share of the GPUs in use)")
+        entries.append(("××", "white on grey30", "out of service"))
+    entries += [("··", "dim", "idle"), ("━━", "bold red", "committed")]
+    entries += [("", "", note) for note in notes]
+    at = width
+    for sample, style, meaning in entries:
+        length = len(f"{sample} {meaning}  ".lstrip())
+        if at + length > width + 2:
+            text.append(("\n" if at != width else "") + " " * margin)
+            at = margin
+        text.append(sample, style)
+        text.append(f" {meaning}  ".lstrip() if not sample else f" {meaning}  ")
+        at += length
 
 
 def _unplaced(problem: Problem, plan: Plan, most: int, remedies: dict[str, str]) -> "RenderableType":
