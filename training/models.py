@@ -1,0 +1,201 @@
+"""Which models there are: the shapes that ship, and Hugging Face directories.
+
+Invariant: a shape is known without torch, and the model built from it is transformers' own. What is not a plain
+dense Llama-like decoder (experts, sliding windows, biases) is refused, so that no count of FLOPs is ever wrong.
+"""
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class ModelError(Exception):
+    """A model that does not exist or cannot be used; the message names it and what was expected."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a dense decoder with a gated MLP; `tied` when input and output embedding are one matrix."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool = False
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Those of the input embedding."""
+        return self.vocab * self.hidden
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Those that a token is multiplied by: all linear layers, the output one included."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.ffn) + self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All distinct parameters."""
+        norms = (2 * self.layers + 1) * self.hidden
+        return self.matmul_parameters + norms + (0 if self.tied else self.embedding_parameters)
+
+
+BYTE_VOCAB = 264  # 256 bytes, two special tokens, rounded up to a multiple of 8
+LLAMA_3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# name: shape, longest sequence, rope. The small ones read bytes and run on a CPU.
+SHIPPED: dict[str, tuple[Shape, int, Mapping[str, Any]]] = {
+    "llama-micro": (Shape(2, 64, 176, 4, 2, 16, BYTE_VOCAB), 1024, {"rope_theta": 10000.0}),
+    "llama-tiny": (Shape(4, 256, 704, 4, 2, 64, BYTE_VOCAB), 2048, {"rope_theta": 10000.0}),
+    "llama-30m": (Shape(10, 512, 1408, 8, 4, 64, BYTE_VOCAB), 2048, {"rope_theta": 10000.0}),
+    "llama-60m": (Shape(12, 640, 1792, 10, 5, 64, BYTE_VOCAB), 2048, {"rope_theta": 10000.0}),
+    "llama-3.1-8b": (Shape(32, 4096, 14336, 32, 8, 128, 128256), 131072, LLAMA_3_ROPE),
+    "llama-3.1-70b": (Shape(80, 8192, 28672, 64, 8, 128, 128256), 131072, LLAMA_3_ROPE),
+    "llama-3.1-405b": (Shape(126, 16384, 53248, 128, 8, 128, 128256), 131072, LLAMA_3_ROPE),
+}
+# What makes a configuration more than a Shape can say, by key, and the value that is harmless.
+_BEYOND: dict[str, tuple[Any, ...]] = {
+    "sliding_window": (None,),
+    "num_local_experts": (None, 0, 1),
+    "num_experts": (None, 0),
+    "attention_bias": (None, False),
+    "mlp_bias": (None, False),
+}
+_ARCHITECTURES = ("llama", "mistral")
+
+
+def config_of(model: str) -> dict[str, Any]:
+    """The Hugging Face configuration of a shipped name, a directory with config.json, or such a file.
+
+    Raises ModelError.
+    """
+    if model in SHIPPED:
+        return _shipped(model)
+    path = Path(model)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        near = difflib.get_close_matches(model, SHIPPED, 1, 0.6)
+        hint = f"did you mean {near[0]}?" if near else f"expected {', '.join(SHIPPED)}, or a directory"
+        raise ModelError(f"model: {model!r}: no such model; {hint}")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: not a JSON configuration: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{file}: expected a JSON object, the configuration of a model")
+    return config
+
+
+def shape_of(model: str) -> Shape:
+    """The shape of a model that `config_of` finds. Raises ModelError when it is not a plain dense decoder."""
+    config = config_of(model)
+    kind = config.get("model_type")
+    if kind not in _ARCHITECTURES:
+        raise ModelError(f"{model}: model_type {kind!r}; expected one of {', '.join(_ARCHITECTURES)}")
+    for key, harmless in _BEYOND.items():
+        if config.get(key) not in harmless:
+            raise ModelError(f"{model}: {key}: {config[key]!r} is not supported; its FLOPs would be counted wrongly")
+    try:
+        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+        return Shape(
+            layers=int(config["num_hidden_layers"]),
+            hidden=hidden,
+            ffn=int(config["intermediate_size"]),
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or hidden // heads),
+            vocab=int(config["vocab_size"]),
+            tied=bool(config.get("tie_word_embeddings", False)),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"{model}: config.json: {error}: missing or not a number") from None
+
+
+def longest_sequence(model: str) -> int | None:
+    """How many tokens the model can see at once, when its configuration says so."""
+    found = config_of(model).get("max_position_embeddings")
+    return int(found) if found else None
+
+
+def build(model: str, seed: int) -> "PreTrainedModel":
+    """The model in fp32 on the CPU: with fresh weights from `seed` for a shipped name, else the directory's.
+
+    Raises ModelError.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if model not in SHIPPED:
+        return load(model)
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**_arguments(_shipped(model))))
+
+
+def load(directory: str, **arguments: Any) -> "PreTrainedModel":
+    """The causal language model in a Hugging Face directory, in fp32 unless `dtype` says otherwise.
+
+    Raises ModelError.
+    """
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, logging
+
+    if not Path(directory, "config.json").is_file():
+        raise ModelError(f"{directory}: no config.json; expected a Hugging Face model directory")
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    chosen = {"dtype": torch.float32, **arguments}
+    try:
+        loaded, info = AutoModelForCausalLM.from_pretrained(
+            directory, local_files_only=True, output_loading_info=True, **chosen
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise ModelError(f"{directory}: cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+    for what in ("missing_keys", "mismatched_keys"):
+        if names := sorted(map(str, info.get(what) or ())):
+            raise ModelError(f"{directory}: {what.replace('_', ' ')}: {', '.join(names[:3])}; the weights are not whole")
+    return loaded
+
+
+def _shipped(name: str) -> dict[str, Any]:
+    shape, longest, rope = SHIPPED[name]
+    sizes = asdict(shape)
+    small = shape.vocab == BYTE_VOCAB
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": sizes["layers"],
+        "hidden_size": sizes["hidden"],
+        "intermediate_size": sizes["ffn"],
+        "num_attention_heads": sizes["heads"],
+        "num_key_value_heads": sizes["kv_heads"],
+        "head_dim": sizes["head_dim"],
+        "vocab_size": sizes["vocab"],
+        "tie_word_embeddings": sizes["tied"],
+        "max_position_embeddings": longest,
+        "rope_parameters": {"rope_type": "default", **rope},
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 256 if small else 128000,
+        "eos_token_id": 256 if small else 128001,
+        "pad_token_id": 257 if small else None,
+    }
+
+
+def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != "model_type"}
