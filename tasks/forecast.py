@@ -104,7 +104,7 @@ def _without_spikes(z: Array) -> Array:
     cut = z.copy()
     for start, end in edges.reshape(-1, 2):
         if end - start <= LONGEST_SPIKE:
-            cut[start:end] = most
+            cut[start:end] = high
     return cut
 
 

@@ -1,0 +1,104 @@
+"""Durations: what completed runs teach, and what is left of one that runs."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tasks.durations import estimates
+
+HOUR = 3600.0
+
+
+def run(
+    job: str, ratio: float, kind: str = "training", gpus: int = 8, declared: float = HOUR
+) -> dict[str, Any]:
+    """A completed run that took `ratio` times what it declared."""
+    return {"job": job, "kind": kind, "gpus": gpus, "declared_s": declared, "actual_s": ratio * declared}
+
+
+def test_without_a_past_the_declaration_is_believed() -> None:
+    assert estimates([]).estimate_s("a", "training", 8, HOUR) == pytest.approx(HOUR)
+
+
+def test_a_few_runs_move_the_estimate_a_little_and_many_move_it_all_the_way() -> None:
+    few = estimates([run(f"j{i}", 0.5) for i in range(3)]).estimate_s("new", "training", 8, HOUR)
+    many = estimates([run(f"j{i}", 0.5) for i in range(300)]).estimate_s("new", "training", 8, HOUR)
+    assert 0.75 * HOUR < few < 0.95 * HOUR
+    assert 0.49 * HOUR < many < 0.53 * HOUR
+
+
+def test_occurrences_of_one_job_teach_quickly() -> None:
+    past = [run(f"nightly@2026-11-{day:02}", 0.5) for day in range(1, 10)]
+    learned = estimates(past)
+    occurrence = learned.estimate_s("nightly@2026-11-10", "training", 8, HOUR)
+    other = learned.estimate_s("weekly@2026-11-10", "training", 8, HOUR)
+    assert occurrence < 0.62 * HOUR < other
+
+
+def test_each_kind_and_size_has_its_own_ratio() -> None:
+    past = [run(f"t{i}", 0.5) for i in range(100)] + [
+        run(f"q{i}", 2.0, "quantization", 1) for i in range(100)
+    ]
+    learned = estimates(past)
+    assert learned.estimate_s("x", "training", 8, HOUR) < 0.7 * HOUR
+    assert learned.estimate_s("x", "quantization", 1, HOUR) > 1.5 * HOUR
+    # A size never seen uses its kind, a kind never seen all jobs together.
+    assert learned.estimate_s("x", "training", 64, HOUR) < 0.8 * HOUR
+    assert learned.estimate_s("x", "batch_inference", 1, HOUR) == pytest.approx(HOUR, rel=0.1)
+
+
+def test_a_higher_level_is_longer() -> None:
+    learned = estimates([run(f"j{i}", 0.5 + i % 3) for i in range(60)])
+    levels = [learned.estimate_s("x", "training", 8, HOUR, level) for level in (0.1, 0.5, 0.9)]
+    assert levels == sorted(levels)
+    assert levels[2] > 1.3 * levels[1]
+
+
+BROKEN: dict[str, tuple[float | None, float | None]] = {
+    "no end": (HOUR, None),
+    "no declaration": (None, HOUR),
+    "zero": (HOUR, 0.0),
+    "a clock that went back": (HOUR, -5.0),
+    "not a number": (HOUR, math.nan),
+    "endless": (HOUR, math.inf),
+}
+
+
+@pytest.mark.parametrize(("declared", "actual"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_row_teaches_nothing(declared: float | None, actual: float | None) -> None:
+    broken = {"job": "a", "kind": "training", "gpus": 8, "declared_s": declared, "actual_s": actual}
+    good = [run("b", 0.8)]
+    assert estimates([*good, broken]) == estimates(good)
+
+
+def test_an_absurd_run_counts_no_more_than_a_thousandfold() -> None:
+    assert estimates([run("a", 1e9)]) == estimates([run("a", 1000.0)])
+
+
+@pytest.mark.parametrize("elapsed", [0.0, 1.0, HOUR, 10 * HOUR, 1e4 * HOUR, 1e9])
+@pytest.mark.parametrize("ratio", [None, 1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("declared", [1.0, HOUR, 365 * 24 * HOUR])
+def test_something_finite_is_always_left(elapsed: float, ratio: float | None, declared: float) -> None:
+    past = [] if ratio is None else [run("a", ratio)] * 500
+    left = estimates(past).remaining_s("a", "training", 8, declared, elapsed)
+    assert 0 < left < math.inf
+
+
+def test_what_is_left_shrinks_towards_the_estimate_and_grows_once_it_is_overrun() -> None:
+    learned = estimates([run(f"j{i}", 0.7 + 0.006 * i) for i in range(100)])
+    left = [learned.remaining_s("x", "training", 8, HOUR, part * HOUR) for part in (0.0, 0.5, 0.9)]
+    assert left == sorted(left, reverse=True)
+    late = [learned.remaining_s("x", "training", 8, HOUR, part * HOUR) for part in (2, 4, 8, 16)]
+    assert late == sorted(late)
+
+
+def test_what_is_left_is_the_mean_of_the_runs_that_lasted_as_long() -> None:
+    rng = np.random.default_rng(3)
+    ratios = np.exp(rng.normal(-0.2, 0.6, 20_000))
+    learned = estimates(run("j", float(ratio)) for ratio in ratios)
+    for part in (0.3, 1.0, 2.0):
+        survived = ratios[ratios > part]
+        expected = (survived.mean() - part) * HOUR
+        assert learned.remaining_s("j", "training", 8, HOUR, part * HOUR) == pytest.approx(expected, rel=0.05)

@@ -1,0 +1,151 @@
+"""Forecast: what it promises whatever the history, and that it learns what there is to learn."""
+
+import math
+
+import numpy as np
+import pytest
+
+from tasks.forecast import LEVELS, Forecast, forecast, gpu_demand_quantiles
+
+SEASON = 24
+DAY = [4 + 3 * math.sin(2 * math.pi * hour / SEASON) for hour in range(SEASON)]
+MIDDLE = 5  # the level .55
+
+
+def history(days: int, noise: float = 0.3, seed: int = 7) -> list[float | None]:
+    """A daily curve between 1 and 7, with some noise."""
+    rng = np.random.default_rng(seed)
+    return [max(0.0, float(value)) for value in np.array(DAY * days) + rng.normal(0, noise, SEASON * days)]
+
+
+def middle(found: Forecast) -> list[float]:
+    return [row[MIDDLE] for row in found.quantiles]
+
+
+PASTS: dict[str, list[float | None]] = {
+    "nothing": [],
+    "only gaps": [None] * 30,
+    "one slot": [3.0],
+    "three slots": [3.0, None, 4.0],
+    "a day and a half": history(2)[:36],
+    "just enough for the blend": history(2)[:42],
+    "four days": history(4),
+    "five weeks": history(35),
+    "all zeros": [0.0] * 200,
+    "constant": [5.0] * 200,
+    "not numbers": [float("nan"), float("inf"), -3.0, 2.0] * 40,
+    "mostly gaps": [value if index % 5 == 0 else None for index, value in enumerate(history(20))],
+    "a gap of three days at the end": history(10) + [None] * 72,
+    "a gap of a month at the end": history(10) + [None] * 720,
+    "a spike in the last slot": [*history(6), 700.0],
+    "very large": [1e12, 1e11] * 60,
+    "very small": [1e-300, 0.0] * 60,
+}
+
+
+@pytest.mark.parametrize("past", PASTS.values(), ids=PASTS.keys())
+@pytest.mark.parametrize(("steps", "season"), [(24, 24), (1, 24), (30, 7), (5, 1)])
+def test_quantiles_are_finite_non_negative_and_never_fall(
+    past: list[float | None], steps: int, season: int
+) -> None:
+    found = forecast(past, steps, season, 3.0)
+    rows = np.array(found.quantiles)
+    assert rows.shape == (steps, len(LEVELS))
+    assert np.isfinite(rows).all()
+    assert (rows >= 0).all()
+    assert (np.diff(rows, axis=1) >= 0).all()
+    assert found.reason
+
+
+def test_without_history_the_stated_mean_gives_the_measured_multiples() -> None:
+    found = forecast([], 2, SEASON, 10.0)
+    assert found.method == "stated"
+    assert found.quantiles[0] == found.quantiles[1]
+    by_level = dict(zip(LEVELS, found.quantiles[0], strict=True))
+    assert by_level[0.05] == pytest.approx(5.8)
+    assert by_level[0.95] == pytest.approx(14.9)
+    assert by_level[0.45] == pytest.approx(9.3)
+
+
+def test_a_few_slots_outweigh_what_the_operator_stated() -> None:
+    found = forecast([2.0] * 12, 24, SEASON, 20.0)
+    assert found.method == "level"
+    assert max(middle(found)) < 8
+
+
+@pytest.mark.parametrize("season", [24, 144])
+def test_the_season_is_learned(season: int) -> None:
+    curve = [4 + 3 * math.sin(2 * math.pi * slot / season) for slot in range(season)]
+    rng = np.random.default_rng(1)
+    past = list(np.array(curve * 10) + rng.normal(0, 0.2, 10 * season))
+    found = forecast(past, season, season, 4.0)
+    assert found.method == "blend"
+    assert np.abs(np.array(middle(found)) - curve).mean() < 0.3
+
+
+def test_a_new_level_is_followed() -> None:
+    past = history(8) + [value * 3 for value in DAY]
+    assert sum(middle(forecast(past, SEASON, SEASON, 4.0))) > 2 * sum(DAY)
+
+
+def test_one_spike_of_a_hundred_times_does_not_change_the_next_day() -> None:
+    past = history(10)
+    for position in (len(past) - 1, len(past) - 24, len(past) - 100):
+        spiked = list(past)
+        spiked[position] = 100 * (past[position] or 0)
+        usual, after = (np.array(forecast(p, SEASON, SEASON, 4.0).quantiles) for p in (past, spiked))
+        # The first hours may follow a spike that has only just come; the day as a whole does not.
+        assert after[6:].sum() < 1.25 * usual[6:].sum()
+        assert after.max() < 4 * usual.max()
+
+
+def test_a_lasting_jump_is_no_spike() -> None:
+    past = [*history(6), 70.0, 70.0, 70.0, 70.0]
+    assert middle(forecast(past, SEASON, SEASON, 4.0))[0] > 30
+
+
+def test_missing_is_not_zero() -> None:
+    past = history(10)
+    gaps: list[float | None] = [None if index % 4 == 1 else value for index, value in enumerate(past)]
+    zeros: list[float | None] = [0.0 if index % 4 == 1 else value for index, value in enumerate(past)]
+    whole, with_gaps, with_zeros = (
+        sum(middle(forecast(p, SEASON, SEASON, 4.0))) for p in (past, gaps, zeros)
+    )
+    assert with_gaps == pytest.approx(whole, rel=0.1)
+    assert with_zeros < 0.9 * whole
+
+
+@pytest.mark.parametrize("late", [5, 30, 24 * 9 + 5])
+def test_a_late_source_keeps_the_phase_of_the_day(late: int) -> None:
+    past: list[float | None] = [*history(12), *([None] * late)]
+    expected = [DAY[(late + step) % SEASON] for step in range(SEASON)]
+    found = forecast(past, SEASON, SEASON, 4.0)
+    assert np.abs(np.array(middle(found)) - expected).mean() < 0.8
+    assert f"{late} slots ago" in found.reason
+
+
+def test_intervals_hold_what_they_promise_on_a_noisy_season() -> None:
+    inside = []
+    for seed in range(6):
+        past = history(22, noise=0.5, seed=seed)
+        for end in range(20 * SEASON, 21 * SEASON, 7):
+            rows = np.array(forecast(past[:end], SEASON, SEASON, 4.0).quantiles)
+            truth = np.array(past[end : end + SEASON], dtype=float)
+            inside.append((truth >= rows[:, 0]) & (truth <= rows[:, -1]))
+    assert 0.84 < np.mean(inside) < 0.96  # .05 to .95
+
+
+def test_the_same_history_gives_the_same_forecast() -> None:
+    assert forecast(history(9), SEASON, SEASON, 4.0) == forecast(history(9), SEASON, SEASON, 4.0)
+
+
+@pytest.mark.parametrize(("steps", "season"), [(0, 24), (24, 0)])
+def test_no_steps_or_no_season_is_refused(steps: int, season: int) -> None:
+    with pytest.raises(ValueError, match="expected at least 1"):
+        forecast([1.0], steps, season, 1.0)
+
+
+def test_gpus_are_whole_replicas_that_cover_each_quantile() -> None:
+    found = Forecast(((0.0, 0.2, 1.0, 2.0000000001, 3.5, 4.0, 4.1, 7.9, 8.0, 9.0),), "given", "")
+    assert gpu_demand_quantiles(found) == [[0, 1, 1, 2, 4, 4, 5, 8, 8, 9]]
+    assert gpu_demand_quantiles(found, 4) == [[0, 4, 4, 4, 4, 4, 8, 8, 8, 12]]
