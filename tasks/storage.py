@@ -8,6 +8,8 @@ directory, one request per write in S3.
 import contextlib
 import os
 import re
+import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +31,10 @@ class NotFoundError(StorageError):
     """No object has this key."""
 
 
+class RefusedKeyError(StorageError):
+    """A key that could lead out of the storage's root, or cannot be one everywhere."""
+
+
 class Storage(Protocol):
     """Objects by key. A key is a relative path with `/` between its parts."""
 
@@ -48,7 +54,10 @@ class Storage(Protocol):
         """
 
     def keys(self, prefix: str = "") -> list[str]:
-        """All keys that begin with `prefix`, sorted."""
+        """All keys that begin with `prefix`, sorted.
+
+        Names that are not UTF-8, and what is no object (a pipe, a folder's mark), are not listed.
+        """
 
     def delete(self, key: str) -> None:
         """Remove the object; nothing happens when there is none."""
@@ -96,17 +105,35 @@ def download_tree(storage: Storage, prefix: str, directory: Path) -> None:
 
 
 def checked_key(key: str) -> str:
-    """The key itself, when it stays inside its root. Raises StorageError otherwise."""
+    """The key itself, when it stays inside its root. Raises RefusedKeyError otherwise."""
     parts = key.split("/")
     if (
-        not key
-        or any(part in ("", ".", "..") for part in parts)
+        any(part in ("", ".", "..") or part.startswith(TEMPORARY) for part in parts)
         or "\\" in key
         or "\0" in key
-        or len(key) > 900
+        or not _is_utf8(key)
+        or len(key.encode()) > 900
     ):
-        raise StorageError(f"key {key[:200]!r}: expected a relative path that stays inside the storage root")
+        raise RefusedKeyError(
+            f"key {key[:200]!r}: expected a relative path that stays inside the storage root"
+        )
     return key
+
+
+def _checked_prefix(prefix: str) -> str:
+    """A prefix whose folders stay inside the root; its last part may be cut short."""
+    folder = prefix.rpartition("/")[0]
+    if folder or prefix.startswith("/"):
+        checked_key(folder)
+    return prefix
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # bytes of a file name that are not UTF-8 come as lone surrogates
+        return False
+    return True
 
 
 class DirectoryStorage:
@@ -116,60 +143,83 @@ class DirectoryStorage:
         self.directory = directory
         self.root = str(directory)
 
+    def read(self, key: str) -> bytes:
+        with self._errors(key, reads=True):
+            return self._path(key).read_bytes()
+
+    def write(self, key: str, data: bytes) -> None:
+        with self._errors(key):
+            path = self._path(key)
+            with _temporary(path, data) as temporary:
+                temporary.replace(path)
+                _sync_directory(path.parent)
+
+    def create(self, key: str, data: bytes) -> bool:
+        with self._errors(key):
+            path = self._path(key)
+            with _temporary(path, data) as temporary:
+                try:
+                    os.link(temporary, path)
+                except FileExistsError:
+                    return False
+                _sync_directory(path.parent)
+                return True
+
+    def keys(self, prefix: str = "") -> list[str]:
+        with self._errors(prefix):
+            folder = _checked_prefix(prefix).rpartition("/")[0]
+            return sorted(key for key in self._below(folder) if key.startswith(prefix))
+
+    def delete(self, key: str) -> None:
+        with self._errors(key), contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            self._path(key).unlink()
+
+    def upload(self, key: str, path: Path) -> None:
+        with self._errors(key):
+            target = self._path(key)
+            with _temporary(target, path) as temporary:
+                temporary.replace(target)
+                _sync_directory(target.parent)
+
+    def download(self, key: str, path: Path) -> None:
+        with self._errors(key, reads=True):
+            source = self._path(key)
+            if not source.is_file():
+                raise NotFoundError(f"{self.root}: no object {key!r}")
+            with _temporary(path, source) as temporary:
+                temporary.replace(path)
+
     def _path(self, key: str) -> Path:
         path = self.directory / checked_key(key)
         if not path.parent.resolve().is_relative_to(self.directory.resolve()) or path.is_symlink():
-            raise StorageError(f"key {key!r}: a link leads out of {self.directory}")
+            raise RefusedKeyError(f"key {key!r}: a link leads out of {self.directory}")
         return path
 
-    def read(self, key: str) -> bytes:
+    def _below(self, folder: str) -> Iterator[str]:
+        """Keys of the files below a folder. A link is listed: whoever reads it learns that it is refused."""
+        base = f"{folder}/" if folder else ""
         try:
-            return self._path(key).read_bytes()
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-            raise NotFoundError(f"{self.root}: no object {key!r}") from None
+            with os.scandir(self.directory / folder) as listing:
+                entries = [entry for entry in listing if _is_utf8(entry.name)]
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from self._below(base + entry.name)
+            elif not entry.name.startswith(TEMPORARY) and (
+                entry.is_file(follow_symlinks=False) or entry.is_symlink()
+            ):
+                yield base + entry.name
 
-    def write(self, key: str, data: bytes) -> None:
-        path = self._path(key)
-        with _temporary(path, data) as temporary:
-            temporary.replace(path)
-            _sync_directory(path.parent)
-
-    def create(self, key: str, data: bytes) -> bool:
-        path = self._path(key)
-        with _temporary(path, data) as temporary:
-            try:
-                os.link(temporary, path)
-            except FileExistsError:
-                return False
-            _sync_directory(path.parent)
-            return True
-
-    def keys(self, prefix: str = "") -> list[str]:
-        start = self.directory / prefix.rpartition("/")[0]
-        found = []
-        for folder, _, names in os.walk(start):
-            base = Path(folder).relative_to(self.directory).as_posix()
-            for name in names:
-                key = name if base == "." else f"{base}/{name}"
-                if key.startswith(prefix) and not name.startswith(TEMPORARY):
-                    found.append(key)
-        return sorted(found)
-
-    def delete(self, key: str) -> None:
-        self._path(key).unlink(missing_ok=True)
-
-    def upload(self, key: str, path: Path) -> None:
-        target = self._path(key)
-        with _temporary(target, path) as temporary:
-            temporary.replace(target)
-            _sync_directory(target.parent)
-
-    def download(self, key: str, path: Path) -> None:
-        source = self._path(key)
-        if not source.is_file():
-            raise NotFoundError(f"{self.root}: no object {key!r}")
-        with _temporary(path, source) as temporary:
-            temporary.replace(path)
+    @contextlib.contextmanager
+    def _errors(self, key: str, reads: bool = False) -> Iterator[None]:
+        """The system's errors as ours, which a person or the caller can act on."""
+        try:
+            yield
+        except OSError as error:
+            if reads and isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
+                raise NotFoundError(f"{self.root}: no object {key!r}") from None
+            raise StorageError(f"{self.root}: {key!r}: {error.strerror or error}") from error
 
 
 class S3Storage:
@@ -180,21 +230,30 @@ class S3Storage:
         self.prefix = f"{prefix}/" if prefix else ""
         self.root = f"s3://{bucket}/{prefix}".rstrip("/")
         self._client: S3Client | None = None
+        self._making = threading.Lock()  # boto3 makes clients safely in one thread at a time only
 
     @property
     def client(self) -> "S3Client":
-        if self._client is None:
-            import boto3
-            from botocore.config import Config
-
-            config = Config(
-                retries={"mode": "standard", "max_attempts": 6},
-                connect_timeout=5,
-                read_timeout=60,
-                signature_version="s3v4",
-            )
-            self._client = boto3.client("s3", config=config)
+        with self._making:
+            if self._client is None:
+                self._client = self._connect()
         return self._client
+
+    def _connect(self) -> "S3Client":
+        import boto3
+        from botocore.config import Config
+        from botocore.exceptions import BotoCoreError
+
+        config = Config(
+            retries={"mode": "standard", "max_attempts": 6},
+            connect_timeout=5,
+            read_timeout=60,
+            signature_version="s3v4",
+        )
+        try:
+            return boto3.client("s3", config=config)
+        except (BotoCoreError, ValueError) as error:  # an unknown profile, an endpoint that is no URL
+            raise StorageError(f"{self.root}: {error}") from error
 
     def read(self, key: str) -> bytes:
         answer = self._ask(key, self.client.get_object, Bucket=self.bucket, Key=self._name(key))
@@ -204,7 +263,7 @@ class S3Storage:
         self._ask(key, self.client.put_object, Bucket=self.bucket, Key=self._name(key), Body=data)
 
     def create(self, key: str, data: bytes) -> bool:
-        for _ in range(5):
+        for attempt in range(6):
             try:
                 self._ask(
                     key,
@@ -218,16 +277,18 @@ class S3Storage:
             except _ConditionFailedError as failed:
                 if failed.status == 412:
                     return self.read(key) == data
-                # 409: another conditional write of this key is under way; ask again
-        return False
+            # 409: another conditional write of this key is under way, which may yet fail; ask again
+            time.sleep(0.05 * 2**attempt)
+        raise StorageError(f"{self.root}: {key!r}: other writers kept it busy")
 
     def keys(self, prefix: str = "") -> list[str]:
         pages = self.client.get_paginator("list_objects_v2")
-        listing = pages.paginate(Bucket=self.bucket, Prefix=self.prefix + prefix)
+        listing = pages.paginate(Bucket=self.bucket, Prefix=self.prefix + _checked_prefix(prefix))
         found = self._ask(
             prefix, lambda: [item["Key"] for page in listing for item in page.get("Contents", [])]
         )
-        return sorted(name.removeprefix(self.prefix) for name in found)
+        # A name that ends in / marks a folder: consoles leave such objects.
+        return sorted(name.removeprefix(self.prefix) for name in found if not name.endswith("/"))
 
     def delete(self, key: str) -> None:
         self._ask(key, self.client.delete_object, Bucket=self.bucket, Key=self._name(key))
@@ -237,6 +298,7 @@ class S3Storage:
 
     def download(self, key: str, path: Path) -> None:
         temporary = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._ask(key, self.client.download_file, self.bucket, self._name(key), str(temporary))
             temporary.replace(path)
@@ -248,10 +310,14 @@ class S3Storage:
 
     def _ask(self, key: str, operation: Callable[..., T], *args: Any, **arguments: Any) -> T:
         """Call boto3, with its errors as ours, which a person or the caller can act on."""
+        from boto3.exceptions import Boto3Error
         from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
         try:
-            return operation(*args, **arguments)
+            try:
+                return operation(*args, **arguments)
+            except Boto3Error as error:  # what a transfer of a file wraps its cause in
+                raise error.__context__ or error from None
         except ClientError as error:
             code = error.response["Error"]["Code"]
             status = error.response["ResponseMetadata"]["HTTPStatusCode"]
@@ -267,7 +333,7 @@ class S3Storage:
                 f"{self.root}: no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
                 "a profile or a role"
             ) from None
-        except (BotoCoreError, OSError) as error:
+        except (BotoCoreError, Boto3Error, OSError) as error:
             raise StorageError(f"{self.root}: {key!r}: {error}") from error
 
 

@@ -349,7 +349,10 @@ def test_wrong_credentials_are_said_in_one_line(s3: MakeStorage, s3_server: str,
     (tmp_path / "a").write_text("x")
 
     def check_from(count: str) -> None:  # moto looks at credentials after so many more requests
-        urllib.request.urlopen(f"{s3_server}/moto-api/reset-auth", data=count.encode()).close()
+        plain = {"Content-Type": "text/plain"}
+        urllib.request.urlopen(
+            urllib.request.Request(f"{s3_server}/moto-api/reset-auth", count.encode(), plain)
+        ).close()
 
     check_from("0")
     try:
