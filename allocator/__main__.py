@@ -123,19 +123,19 @@ def _problem_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _seconds(text: str) -> float:
-    import math
-
-    number = float(text)
-    if not math.isfinite(number) or number < 0:
-        raise argparse.ArgumentTypeError(f"{text}; expected seconds, 0 or more")
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected seconds, 0 or more")
     return number
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text}; expected 0 or more")
-    return number
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number of 0 or more")
+    return int(text)
 
 
 def _planned(chosen: argparse.Namespace, problem: Problem, bound: bool = False) -> Plan:
