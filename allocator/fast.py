@@ -19,9 +19,10 @@ from random import Random
 from time import perf_counter
 
 from allocator import baselines
+from allocator.frontier import LARGE
 from allocator.grid import Layout, Task, build_tasks
 from allocator.improve import improve
-from allocator.orders import RECIPES, Recipe, arrange, ceiling
+from allocator.orders import LARGE_RECIPES, RECIPES, Recipe, arrange, ceiling
 from allocator.packing import FIRST
 from allocator.problem import Problem, Service
 from allocator.realtime import Held, choose_counts, hold
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     Policy = Callable[[Layout, list[Task]], Schedule]
 
 _DUST = 1e-9
+_PLACINGS = 400  # jobs that all recipes together place at most, but ...
+_FEWEST = 5  # ... so many recipes in any case
+_LARGE_WORK = 120_000_000  # jobs × cells × recipes in a large grid
 
 
 def plan_fast(problem: Problem, seed: int, iterations: int | None, time_limit: float | None) -> Schedule:
@@ -49,7 +53,7 @@ def plan_fast(problem: Problem, seed: int, iterations: int | None, time_limit: f
     layout = Layout(problem)
     tasks = build_tasks(layout)
     held = serve(layout, baselines.follow_demand)
-    best, won, most = _pack(layout, tasks, held, RECIPES, until)
+    best, won, most = _pack(layout, tasks, held, _affordable(layout, tasks), until)
     if best.objective < most - _DUST:
         best = _try_leaner(best, won, until)
         steps = _default_steps(layout, tasks) if iterations is None else iterations
@@ -58,6 +62,14 @@ def plan_fast(problem: Problem, seed: int, iterations: int | None, time_limit: f
         best = _not_below_baselines(best)
     _move_up(best)
     return best
+
+
+def _affordable(layout: Layout, tasks: list[Task]) -> Sequence[Recipe]:
+    """As many recipes, the most useful first, as jobs and cells leave time for."""
+    count, cells = max(len(tasks), 1), layout.gpus * layout.rows
+    if cells < LARGE:
+        return RECIPES[: max(_FEWEST, _PLACINGS // count)]
+    return LARGE_RECIPES[: max(2, _LARGE_WORK // (count * cells))]
 
 
 def _try_leaner(best: Schedule, won: Recipe, until: float | None) -> Schedule:
@@ -125,8 +137,8 @@ def _pack(
 
 def _default_steps(layout: Layout, tasks: list[Task]) -> int:
     """Steps of local search, fewer where each costs more."""
-    cells = layout.gpus * layout.rows
-    return max(0, min(6, 400_000 // (cells * max(len(tasks), 1))))
+    size = max(len(tasks), 1)
+    return min(max(4, min(12, 300 // size)), 6_000_000 // (layout.gpus * layout.rows * size))
 
 
 def _meet_shortage(schedule: Schedule) -> Schedule:

@@ -36,7 +36,7 @@ class Option:
         starts: the cells it may begin in: release, deadline, horizon, node boundaries, types.
         shape: the block as a mask with its first cell at bit 0.
         edge: positions in a row whose block ends where its node ends.
-        last: latest start slot.
+        first, last: earliest and latest start slot.
         anywhere: whether it may begin in any slot that leaves room, on any node: then what is no wider and no
             longer cannot fail where this fits, and what is as wide and long fails where this fails.
         gang: 0, or the number of nodes it takes; then ``groups`` are masks of the first GPUs of nodes that
@@ -47,6 +47,7 @@ class Option:
         "anywhere",
         "cells",
         "edge",
+        "first",
         "gang",
         "gpus",
         "groups",
@@ -77,7 +78,7 @@ class Option:
         self.time_shifts = layout.shifts(slots, layout.gpus)
         self.shape = layout.shape(width, slots)
         self.starts = layout.starts(positions, *window)
-        self.last = window[1]
+        self.first, self.last = window
         self.edge = edge
         self.gang = gang
         self.groups = groups

@@ -79,6 +79,9 @@ class _Search:
             return self._step_gang(task, option)
         move_service = self.least_penalty > 0 and random() < _SERVICE_SHARE
         where = self._where(option, move_service)
+        if not where and self.least_penalty > 0 and not move_service:
+            move_service = True  # only services keep it out everywhere
+            where = self._where(option, True)
         if not where:
             return False
         victims, at, loss = self._best_place(option, where, move_service)

@@ -97,6 +97,16 @@ RECIPES: tuple[Recipe, ...] = (
     Recipe(_dense_worth, 0.88, _urgent_wide, HIGH, column=True),
 )
 
+# In large grids packing is nearly fluid, and columns and lengths matter more than what fits snugly.
+LARGE_RECIPES: tuple[Recipe, ...] = (
+    RECIPES[1],
+    RECIPES[9],
+    RECIPES[5],
+    Recipe(_dense_small, 0.97, _last_start, HIGH),
+    RECIPES[6],
+    RECIPES[0],
+)
+
 
 def arrange(tasks: Sequence[Task], capacity: int, recipe: Recipe) -> list[Task]:
     """The order of a recipe for so many free cells."""

@@ -12,6 +12,7 @@ a job never waits although a later start may leave more room; the order in which
 
 from __future__ import annotations
 
+from allocator.frontier import LARGE, Frontier
 from allocator.grid import Layout, Option, Task
 from allocator.quota import Quota, QuotaState
 
@@ -70,7 +71,11 @@ class Packing:
         walls: list[tuple[int, int]] = []  # widths and lengths that fit nowhere
         failed: set[object] = set()  # options that fit nowhere; no more is free later in the order
         eroded: dict[int, int] = {}  # cells that stay free for so many slots, until a job is placed
-        open_cells, earliest = -1, 0
+        open_cells, earliest, origin = -1, 0, 0
+        room = free.bit_count()
+        near = None
+        if quota is None and not late and not column and stride * layout.rows >= LARGE:
+            near = Frontier(stride)
         for task in order:
             index = task.index
             if cells[index]:
@@ -78,25 +83,28 @@ class Packing:
             for option in task.options:
                 gpus, slots = option.gpus, option.slots
                 key = option if quota is None else (option, task.job.tenant)
-                if key in failed:
+                if option.cells > room or key in failed:
                     continue
                 if walls and not option.gang and any([gpus >= w and slots >= d for w, d in walls]):
                     continue
                 if quota is not None:
                     open_cells = quota.open(task, gpus, slots)
-                lasting = eroded.get(slots) if open_cells == -1 else None
-                if lasting is None:
-                    lasting = free & open_cells
-                    for shift in option.time_shifts:
-                        lasting &= lasting >> shift
-                    if open_cells == -1:
-                        eroded[slots] = lasting
-                fits = lasting
-                for shift in option.width_shifts:
-                    fits &= fits >> shift
-                fits &= option.starts
-                if earliest:
-                    fits = fits >> (earliest * stride) << (earliest * stride)
+                if near is not None and not option.gang:
+                    origin, lasting, fits = near.search(free, option, earliest)
+                else:
+                    origin, kept = 0, eroded.get(slots) if open_cells == -1 else None
+                    if kept is None:
+                        kept = free & open_cells
+                        for shift in option.time_shifts:
+                            kept &= kept >> shift
+                        if open_cells == -1:
+                            eroded[slots] = kept
+                    lasting = fits = kept
+                    for shift in option.width_shifts:
+                        fits &= fits >> shift
+                    fits &= option.starts
+                    if earliest:
+                        fits = fits >> (earliest * stride) << (earliest * stride)
                 if option.gang:
                     block = gang_block(layout, option, fits)
                     if not block:
@@ -127,11 +135,13 @@ class Packing:
                         row = left & right or left | right
                     if side != HIGH:
                         row &= -row
-                block = option.shape << (base + row.bit_length() - 1)
+                start += origin
+                block = option.shape << (start * stride + row.bit_length() - 1)
                 break
             else:
                 continue
             free ^= block
+            room -= option.cells
             eroded.clear()
             cells[index] = block
             self.start[index] = start

@@ -429,6 +429,11 @@ class Problem:
         return tuple(k for k, node in enumerate(self.nodes) for _ in range(node.gpus))
 
     @cached_property
+    def gpu_types(self) -> tuple[str | None, ...]:
+        """The types of the nodes, each once, in the order of the nodes."""
+        return tuple(dict.fromkeys(node.gpu for node in self.nodes))
+
+    @cached_property
     def job_by_id(self) -> dict[str, Job]:
         return {job.id: job for job in self.jobs}
 

@@ -99,14 +99,13 @@ def verified(problem: Problem, plan: Plan) -> Plan:
 
 def why_out(problem: Problem, job: Job) -> str:
     """The reason in short, from the job alone; ``explain`` looks at the plan."""
-    nodes = [node for node in problem.nodes if problem.accepts(job, node)]
-    if not nodes:
+    types = [gpu for gpu in problem.gpu_types if not job.gpu_types or gpu in job.gpu_types]
+    if not types:
         return f"no node of type {' or '.join(job.gpu_types)}"
     if job.release >= problem.slots:
         return f"released at slot {job.release}, after the horizon"
-    quickest = min(
-        slots for c in job.choices for node in nodes if (slots := c.slots_on(node.gpu) or problem.slots)
-    )
+    lengths = [choice.slots_on(gpu) for choice in job.choices for gpu in types]
+    quickest = min([slots for slots in lengths if slots is not None], default=problem.slots)
     if job.deadline is not None and job.release + quickest > job.deadline:
         return f"cannot end by its deadline, slot {job.deadline}"
     if not problem.open_end and job.release + quickest > problem.slots:
@@ -124,7 +123,7 @@ def warnings(problem: Problem) -> list[str]:
     now_busy: dict[int, str] = {}
     for job in problem.jobs:
         if job.running is None:
-            if not any(problem.accepts(job, node) for node in problem.nodes):
+            if job.gpu_types and not any(gpu in job.gpu_types for gpu in problem.gpu_types):
                 found.append(f"job {job.id}: no node of type {' or '.join(job.gpu_types)}")
             continue
         first, last = problem.running_window(job)
