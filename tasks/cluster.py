@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from tasks.specfile import SpecError, Strict, read_spec
 from tasks.storage import S3_URL, Storage, open_storage
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=63)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -107,7 +107,8 @@ class Cluster(Strict):
     @field_validator("storage")
     @classmethod
     def _storage(cls, value: str) -> str:
-        if "://" in value and not value.startswith("file:") and not S3_URL.fullmatch(value):
+        path = value.removeprefix("file://").removeprefix("file:")
+        if not path or ("://" in path and not S3_URL.fullmatch(value)):
             raise ValueError("expected file:DIRECTORY or s3://bucket/prefix")
         return value
 

@@ -35,4 +35,7 @@ def parse_duration(value: str) -> timedelta:
     match = DURATION.fullmatch(value.strip())
     if match is None or not value.strip():
         raise ValueError("expected a duration such as 45m, 3h or 1d12h")
-    return timedelta(**{unit: float(count) for unit, count in match.groupdict().items() if count})
+    try:
+        return timedelta(**{unit: float(count) for unit, count in match.groupdict().items() if count})
+    except OverflowError:
+        raise ValueError("expected a duration of fewer days") from None

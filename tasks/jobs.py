@@ -4,6 +4,7 @@ Invariant: what passes `read_job` can be planned and run by this cluster: its id
 fits some node or whole nodes, its numbers are finite, and its value is fixed from now on.
 """
 
+import json
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Literal, Self
 from zoneinfo import ZoneInfo
@@ -13,10 +14,10 @@ from pydantic import Field, field_validator, model_validator
 
 from tasks.cluster import Cluster, Site
 from tasks.instants import parse_duration
-from tasks.specfile import SpecError, Strict, read_spec
+from tasks.specfile import Strict, read_spec
 
 Kind = Literal["training", "batch_inference", "quantization"]
-JobId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+JobId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 Duration = Annotated[str, Field(max_length=40)]
 EARLIEST, LATEST = datetime(2000, 1, 1, tzinfo=UTC), datetime(2200, 1, 1, tzinfo=UTC)
 
@@ -66,6 +67,17 @@ class Job(Strict):
                 CronSim(value, EARLIEST)
             except CronSimError as error:
                 raise ValueError(f"expected five cron fields such as '0 2 * * *': {error}") from None
+            if len(value.split()) != 5:  # a sixth would be seconds
+                raise ValueError("expected five cron fields such as '0 2 * * *'")
+        return value
+
+    @field_validator("training", "batch_inference", "quantization")
+    @classmethod
+    def _plain(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        try:
+            json.dumps(value, allow_nan=False)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"expected texts, finite numbers, lists and keys: {error}") from None
         return value
 
     @model_validator(mode="after")
@@ -99,10 +111,7 @@ KIND_SECTIONS: tuple[Kind, ...] = ("training", "batch_inference", "quantization"
 
 def read_job(content: str | bytes, name: str, site: Site) -> Job:
     """The job in a spec file. Raises SpecError with one line for each problem."""
-    job = read_spec(Job, content, name)
-    if problem := misfit(job, site.cluster):
-        raise SpecError(f"{name}: {problem}")
-    return job
+    return read_spec(Job, content, name, lambda job: misfit(job, site.cluster))
 
 
 def misfit(job: Job, cluster: Cluster) -> str | None:
@@ -134,9 +143,13 @@ def misfit(job: Job, cluster: Cluster) -> str | None:
 
 def occurrences(schedule: str, after: datetime, until: datetime, zone: str) -> list[datetime]:
     """The instants of a cron schedule in (after, until]; its fields are read in `zone`."""
-    found = []
-    for instant in CronSim(schedule, after.astimezone(ZoneInfo(zone))):
-        if instant.astimezone(UTC) > until:
+    # From a start within the hour that autumn repeats, CronSim gives what has been a second time.
+    start = after - timedelta(hours=3)
+    found: list[datetime] = []
+    for local in CronSim(schedule, start.astimezone(ZoneInfo(zone))):
+        instant = local.astimezone(UTC)
+        if instant > until:
             break
-        found.append(instant.astimezone(UTC))
+        if instant > (found[-1] if found else after):
+            found.append(instant)
     return found

@@ -1,20 +1,56 @@
 """Read a YAML file that a person wrote into a pydantic model, and say what is wrong in that person's terms.
 
 Invariant: a problem in the file ends in one SpecError whose lines each name the file, the line, the field,
-the value and what was expected. YAML is read with `safe_load` semantics, at most 1 MiB, without aliases (an
-alias can make a small file expand without end).
+the value and what was expected. YAML is read with `safe_load` semantics, at most 256 KiB, without aliases (an
+alias can make a small file expand without end) and not deeply nested (its parser takes quadratic time); an
+instant stays the text that was written, for its field to read.
 """
 
 import difflib
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 M = TypeVar("M", bound=BaseModel)
-MOST_BYTES = 1 << 20
+MOST_BYTES = 1 << 18
+MOST_LEVELS = 50
+OPENING = (
+    yaml.FlowSequenceStartToken,
+    yaml.FlowMappingStartToken,
+    yaml.BlockSequenceStartToken,
+    yaml.BlockMappingStartToken,
+)
+CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
+UNSTORABLE = re.compile("[\0\ud800-\udfff]")
+EXPECTED = {  # pydantic's types of errors in words for people who do not know Python
+    "string_type": "expected a text; put it in quotes",
+    "string_unicode": "expected a text of whole characters",
+    "string_too_long": "expected at most {max_length} characters",
+    "string_pattern_mismatch": "expected letters, digits, '.', '_' and '-', beginning with a letter or digit",
+    "int_type": "expected a whole number",
+    "int_parsing": "expected a whole number",
+    "int_parsing_size": "expected a smaller number",
+    "int_from_float": "expected a whole number",
+    "float_type": "expected a number",
+    "float_parsing": "expected a number",
+    "finite_number": "expected a finite number",
+    "greater_than": "expected more than {gt:g}",
+    "greater_than_equal": "expected at least {ge:g}",
+    "less_than_equal": "expected at most {le:g}",
+    "tuple_type": "expected a list",
+    "too_short": "expected at least {min_length} of them",
+    "dict_type": "expected keys and values",
+    "model_type": "expected keys and values",
+    "literal_error": "expected {expected}",
+    "datetime_type": "expected an instant such as 2026-12-01T06:00Z",
+    "datetime_parsing": "expected an instant such as 2026-12-01T06:00Z",
+    "datetime_from_date_parsing": "expected an instant such as 2026-12-01T06:00Z",
+    "datetime_object_invalid": "expected an instant such as 2026-12-01T06:00Z",
+}
 
 
 class SpecError(Exception):
@@ -35,6 +71,14 @@ class Strict(BaseModel):
                     raise unknown_key(str(key), list(cls.model_fields))
         return data
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_flags(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML reads yes, no, on and off as truth values, which Python takes for 1 and 0."""
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise ValueError("expected a number or a text; put yes, no, on and off in quotes")
+        return value
+
 
 def unknown_key(key: str, known: list[str]) -> PydanticCustomError:
     """The error for a key that is none of `known`."""
@@ -43,14 +87,22 @@ def unknown_key(key: str, known: list[str]) -> PydanticCustomError:
     return PydanticCustomError("unknown_key", "unknown key; {expected}", {"key": key, "expected": expected})
 
 
-def read_spec(model: type[M], text: str | bytes, name: str) -> M:
-    """The model that the YAML text describes. Raises SpecError; `name` stands for the file in its lines."""
+def read_spec(
+    model: type[M], text: str | bytes, name: str, check: Callable[[M], str | None] = lambda _: None
+) -> M:
+    """The model that the YAML text describes. Raises SpecError; `name` stands for the file in its lines.
+
+    `check` says what is wrong with a model that is well formed, as `field: what`.
+    """
     data, lines = _load(text, name)
     try:
-        return model.model_validate(data)
+        found = model.model_validate(data)
     except ValidationError as error:
-        found = [_problem(name, lines, dict(problem)) for problem in error.errors(include_url=False)]
-        raise SpecError("\n".join(dict.fromkeys(found))) from None
+        problems = [dict(problem) for problem in error.errors(include_url=False)]
+        raise SpecError("\n".join(dict.fromkeys(_told(name, lines, problems)))) from None
+    if problem := check(found):
+        raise SpecError(_placed(name, lines, (), problem))
+    return found
 
 
 def _load(text: str | bytes, name: str) -> tuple[Any, dict[tuple[str, ...], int]]:
@@ -59,22 +111,20 @@ def _load(text: str | bytes, name: str) -> tuple[Any, dict[tuple[str, ...], int]
         raise SpecError(f"{name}: {len(text)} bytes; expected at most {MOST_BYTES}")
     loader = None
     try:
-        loader = yaml.SafeLoader(text.decode() if isinstance(text, bytes) else text)
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text, Loader=yaml.SafeLoader)):
-            raise SpecError(f"{name}: YAML aliases (*name) are not accepted here; write the value out")
+        text = text.decode() if isinstance(text, bytes) else text
+        _scan(text, name)
+        loader = _Loader(text)
         node = loader.get_single_node()
         data = loader.construct_document(node) if node is not None else None
     except UnicodeDecodeError:
         raise SpecError(f"{name}: not a text file (UTF-8 expected)") from None
-    except RecursionError:
-        raise SpecError(f"{name}: nested too deeply") from None
-    except ValueError as error:  # a date such as 2026-02-30, which YAML reads as a date
-        raise SpecError(f"{name}: {error}") from None
+    except (ValueError, TypeError, AttributeError, LookupError) as error:  # such as `!!bool maybe`
+        raise SpecError(f"{name}: a value does not fit its tag: {type(error).__name__}: {error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        line = f" line {mark.line + 1}:" if mark else ""
+        line = f":{mark.line + 1}" if mark else ""
         what = getattr(error, "problem", None) or getattr(error, "reason", "not YAML")
-        raise SpecError(f"{name}:{line} not valid YAML: {what}") from None
+        raise SpecError(f"{name}{line}: not valid YAML: {what}") from None
     finally:
         if loader is not None:
             loader.dispose()
@@ -83,34 +133,75 @@ def _load(text: str | bytes, name: str) -> tuple[Any, dict[tuple[str, ...], int]
             f"{name}: expected keys and values, found {'nothing' if data is None else type(data).__name__}"
         )
     lines: dict[tuple[str, ...], int] = {}
-    _note_lines(node, (), lines)
+    _note_lines(node, (), lines, name)
     return data, lines
 
 
-def _note_lines(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int]) -> None:
+def _scan(text: str, name: str) -> None:
+    """Refuse what is dangerous to build or cannot be stored, before anything is built."""
+    level = 0
+    for token in yaml.scan(text, Loader=yaml.SafeLoader):
+        line = f"{name}:{token.start_mark.line + 1}"
+        if isinstance(token, yaml.AliasToken):
+            raise SpecError(f"{line}: YAML aliases (*name) are not accepted here; write the value out")
+        level += isinstance(token, OPENING) - isinstance(token, CLOSING)
+        if level > MOST_LEVELS:
+            raise SpecError(f"{line}: nested too deeply; expected at most {MOST_LEVELS} levels")
+        if isinstance(token, yaml.ScalarToken) and UNSTORABLE.search(token.value):
+            raise SpecError(f"{line}: a text holds half a character (a surrogate) or NUL")
+
+
+class _Loader(yaml.SafeLoader):
+    """Leaves instants as text: YAML's own reading of them names no line when it fails."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 (of the base class)
+        first: [(tag, regexp) for tag, regexp in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+def _note_lines(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int], name: str) -> None:
     lines.setdefault(path, node.start_mark.line + 1)
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            lines[*path, str(key.value)] = key.start_mark.line + 1
-            _note_lines(value, (*path, str(key.value)), lines)
+            inner, line = (*path, str(key.value)), key.start_mark.line + 1
+            if inner in lines:  # YAML takes the last one in silence
+                raise SpecError(_placed(name, {inner: line}, inner, f"given before, in line {lines[inner]}"))
+            lines[inner] = line
+            _note_lines(value, inner, lines, name)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
-            _note_lines(value, (*path, str(index)), lines)
+            _note_lines(value, (*path, str(index)), lines, name)
+
+
+def _told(name: str, lines: dict[tuple[str, ...], int], problems: list[dict[str, Any]]) -> Iterator[str]:
+    """A line for each problem. A list whose items are wrong is not short of items, as pydantic has it."""
+    for problem in problems:
+        inside = (other["loc"][: len(problem["loc"])] for other in problems if other is not problem)
+        if problem["type"] != "too_short" or problem["loc"] not in inside:
+            yield _problem(name, lines, problem)
 
 
 def _problem(name: str, lines: dict[tuple[str, ...], int], problem: dict[str, Any]) -> str:
     where = tuple(str(part) for part in problem["loc"])
+    context = problem.get("ctx", {})
+    if problem["type"] == "missing":
+        return _placed(name, lines, where, "missing; it is required")
     if problem["type"] == "unknown_key":
-        where = (*where, problem["ctx"]["key"])
+        return _placed(name, lines, (*where, context["key"]), problem["msg"])
+    known = EXPECTED.get(problem["type"])
+    said = known.format(**context) if known else problem["msg"].removeprefix("Value error, ")
+    shown = "" if isinstance(problem["input"], dict) else f"{problem['input']!r:.80}: "
+    return _placed(name, lines, where, shown + said)
+
+
+def _placed(name: str, lines: dict[tuple[str, ...], int], where: tuple[str, ...], said: str) -> str:
+    """One line: file, line, field and what is said, which may begin with the name of the field."""
+    field = re.match(r"(\w+): ", said)
+    if field and (*where, field[1]) in lines:
+        where, said = (*where, field[1]), said.removeprefix(field[0])
     near = where
     while near and near not in lines:  # a missing key, or a member of a union, has no line of its own
         near = near[:-1]
-    place = f"{name}:{lines.get(near, 1)}: {'.'.join(where) or 'the file'}"
-    if problem["type"] == "missing":
-        return f"{place}: missing; it is required"
-    shown = (
-        ""
-        if problem["type"] == "unknown_key" or isinstance(problem["input"], dict)
-        else f" {problem['input']!r:.80}:"
-    )
-    return f"{place}:{shown} {problem['msg'].removeprefix('Value error, ')}"
+    path = ".".join(where)[:200] or "the file"
+    return " ".join(f"{name}:{lines.get(near, 1)}: {path}: {said}".split())
