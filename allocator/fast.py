@@ -54,8 +54,11 @@ def plan_fast(problem: Problem, seed: int, iterations: int | None, time_limit: f
     tasks = build_tasks(layout)
     held = serve(layout, baselines.follow_demand)
     best, won, most = _pack(layout, tasks, held, _affordable(layout, tasks), until)
-    if best.objective < most - _DUST:
-        best = _try_leaner(best, won, until)
+    price = marginal_price(tasks, layout.free.bit_count() - sum([sum(service.counts) for service in held]))
+    may_pay = price > 0 and _may_pay(held, price)
+    if best.objective < most - _DUST or may_pay:
+        if may_pay:
+            best = _try_leaner(best, price, won, until)
         steps = _default_steps(layout, tasks) if iterations is None else iterations
         best = improve(best, steps, Random(seed), until, adaptive=iterations is None)
         best = _meet_shortage(best)
@@ -72,12 +75,9 @@ def _affordable(layout: Layout, tasks: list[Task]) -> Sequence[Recipe]:
     return LARGE_RECIPES[: max(2, _LARGE_WORK // (count * cells))]
 
 
-def _try_leaner(best: Schedule, won: Recipe, until: float | None) -> Schedule:
-    """Levels of services at the price of the work that they displace, where that changes them and pays."""
+def _try_leaner(best: Schedule, price: float, won: Recipe, until: float | None) -> Schedule:
+    """Levels of services at the price of the work that they displace, where that is worth more."""
     layout, tasks = best.layout, best.tasks
-    price = marginal_price(tasks, layout.free.bit_count() - sum([sum(held.counts) for held in best.held]))
-    if not price or not _may_pay(best.held, price):
-        return best
     leaner = serve(layout, partial(_at_price, price))
     if [held.counts for held in leaner] == [held.counts for held in best.held]:
         return best
@@ -86,7 +86,7 @@ def _try_leaner(best: Schedule, won: Recipe, until: float | None) -> Schedule:
 
 
 def _may_pay(held: list[Held], price: float) -> bool:
-    """Whether a price could change what services hold: not where each GPU-slot meets demand that costs more."""
+    """Whether holding less could pay: not where every GPU-slot meets demand that costs more than the price."""
     return any(
         service.service.demand is None
         or service.service.penalty <= price
