@@ -1,8 +1,9 @@
 """Facts: immutable JSON objects in storage, one for everything that was asked, observed, planned or done.
 
 Invariant: a fact is created once and never changed; where several writers compete for a key, one wins and the
-others learn that they lost. The key is `facts/<day>/<kind>/<name>.json`; its day comes from something all writers
-of that key know (the instant of a plan, the day of the commitment of an attempt), never from their clocks.
+others learn that they lost. The key is `facts/<day>/<kind>/<name>.json`; its day comes from something all
+writers of that key know (the instant of a plan, the day of the commitment of an attempt), never from their
+clocks.
 """
 
 import json
@@ -62,20 +63,23 @@ def parse_key(key: str) -> FactKey:
         raise FactError(f"{key}: expected facts/<day>/<kind>/<name>.json") from None
     if len(parts) != 4 or parts[0] != "facts" or parts[2] not in KINDS or not key.endswith(".json"):
         raise FactError(f"{key}: expected facts/<day>/<kind>/<name>.json with a known kind")
-    return FactKey(day, parts[2], parts[3])
+    found = FactKey(day, parts[2], parts[3])
+    if str(found) != key:  # another way of writing the day, which nobody would find it by
+        raise FactError(f"{key}: expected {found}")
+    return found
 
 
 def write_fact(storage: Storage, key: str, at: datetime, payload: dict[str, Any]) -> bool:
     """Create the fact with `at`, the writer's present; False when the key was taken already."""
     body = {"at": text(at), **payload}
-    return storage.create(key, json.dumps(body, allow_nan=False, separators=(",", ":")).encode())
+    return storage.create(key, _encoded(body))
 
 
 def read_json(storage: Storage, key: str) -> dict[str, Any]:
     """A JSON object in storage. Raises FactError for anything else, NotFoundError when the key is absent."""
     try:
         value = json.loads(storage.read(key))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FactError(f"{key}: not JSON: {error}") from None
     if not isinstance(value, dict):
         raise FactError(f"{key}: expected a JSON object, found {type(value).__name__}")
@@ -84,9 +88,15 @@ def read_json(storage: Storage, key: str) -> dict[str, Any]:
 
 def write_json(storage: Storage, key: str, payload: dict[str, Any]) -> None:
     """Create or replace a JSON object that is not a fact: a lease, a target, an observation."""
-    storage.write(key, json.dumps(payload, allow_nan=False, separators=(",", ":")).encode())
+    storage.write(key, _encoded(payload))
 
 
 def fact_keys(storage: Storage, day: date | None = None) -> list[str]:
     """Keys of all facts of a day, or of every day."""
     return storage.keys(f"facts/{day.isoformat()}/" if day else "facts/")
+
+
+def _encoded(payload: dict[str, Any]) -> bytes:
+    """Halves of characters, which no database takes, become question marks."""
+    text = json.dumps(payload, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    return text.encode(errors="replace")

@@ -1,7 +1,8 @@
 """The ledger: a DuckDB database made from the facts, which people query through a published copy.
 
 Invariant: the file is written by one process at a time, under a file lock held from connect to close
-(DuckDB's own lock comes too late in some versions), and every row comes from a fact. Tables only grow, so
+(DuckDB's own lock comes too late in some versions), and every row comes from a fact; a fact that cannot be
+read, or that its tables refuse, is set aside and stops no other. Tables only grow, so
 taking facts in is a set difference, in any order, as often as one likes; `rebuild` from the facts gives the
 same rows. The cost is one more copy of the file at the end of each flow run.
 """
@@ -22,8 +23,10 @@ import pyarrow as pa
 
 from tasks.facts import FactError, fact_keys, parse_key, read_json
 from tasks.projections import Rows, project
-from tasks.storage import NotFoundError, Storage
+from tasks.storage import NotFoundError, RefusedKeyError, Storage
 
+# What a fact's values can be to blame for, unlike a full disk or a missing column.
+MISFIT = (duckdb.DataError, duckdb.IntegrityError, pa.ArrowException, UnicodeError, OverflowError)
 MIGRATIONS = Path(__file__).parent / "migrations"
 READERS = 8  # objects read at once; a directory gains little, S3 much
 
@@ -64,8 +67,9 @@ def open_ledger(directory: Path) -> Iterator[duckdb.DuckDBPyConnection]:
 def take_in(directory: Path, storage: Storage, today: date | None = None) -> TakenIn:
     """Take new facts of the open days into the ledger, in one transaction.
 
-    Open are the days from one before the last that was taken in to the day after `today`, and those of
-    attempts that have not ended; without `today`, all.
+    Open are the days from one before the last three with facts (an outage may lie between them, after which
+    its missed slots and recurring jobs are caught up with) to the day after `today`, and those of attempts
+    that have not ended; without `today`, all.
     """
     with open_ledger(directory) as connection:
         keys = fact_keys(storage) if today is None else _open_keys(connection, storage, today)
@@ -82,6 +86,8 @@ def publish(directory: Path) -> Path:
             connection.execute("CHECKPOINT")
         try:
             shutil.copyfile(ledger_file(directory), temporary)
+            # Someone who wrote into the copy and died left a log, which does not belong to the new one.
+            target.with_name(f"{target.name}.wal").unlink(missing_ok=True)
             temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)
@@ -109,9 +115,12 @@ def verify(directory: Path, storage: Storage) -> list[str]:
     with contextlib.ExitStack() as cleanup:
         fresh = directory / f".verify.{os.getpid()}"
         cleanup.callback(shutil.rmtree, fresh, ignore_errors=True)
-        take_in(directory, storage)
         take_in(fresh, storage)
         with open_ledger(directory) as connection:
+            keys = fact_keys(storage)  # of this moment, for both: nodes go on writing facts
+            _insert_new(connection, storage, keys)
+            with open_ledger(fresh) as other:
+                _insert_new(other, storage, keys)
             connection.execute(f"ATTACH '{_quoted(ledger_file(fresh))}' AS facts_alone (READ_ONLY)")
             found = []
             for (table,) in connection.execute(
@@ -161,30 +170,64 @@ def _insert_new(connection: duckdb.DuckDBPyConnection, storage: Storage, keys: l
     known = {row[0] for row in connection.execute(query).fetchall()}
     new = [key for key in dict.fromkeys(keys) if key not in known]
     with ThreadPoolExecutor(READERS) as pool:
-        read = list(pool.map(lambda key: _project(storage, key), new))
-    tables: Rows = {}
-    bad = []
-    for key, result in zip(new, read, strict=True):
-        if result is None:
-            continue
-        if isinstance(result, str):
-            tables.setdefault("bad_facts", []).append({"key": key, "day": _day(key), "error": result})
-            bad.append(f"{key}: {result}")
-        else:
-            for table, lines in result.items():
-                tables.setdefault(table, []).extend(lines)
+        read = dict(zip(new, pool.map(lambda key: _project(storage, key), new), strict=True))
+    good = {key: found for key, found in read.items() if isinstance(found, dict)}
+    bad = {key: found for key, found in read.items() if isinstance(found, str)}
+    try:
+        _insert(connection, good, bad)
+    except MISFIT:
+        misfits = _misfits(connection, good)
+        good = {key: found for key, found in good.items() if key not in misfits}
+        bad |= misfits
+        _insert(connection, good, bad)
+    return TakenIn(len(good), tuple(f"{key}: {error}" for key, error in bad.items()))
+
+
+def _insert(connection: duckdb.DuckDBPyConnection, good: dict[str, Rows], bad: dict[str, str]) -> None:
+    """Insert the rows of facts, and what is wrong with others, in one transaction."""
     connection.execute("BEGIN")
     try:
-        for table, lines in tables.items():
-            if lines:
-                connection.register("new_rows", pa.Table.from_pylist(lines))
-                connection.execute(f"INSERT INTO {table} BY NAME SELECT * FROM new_rows")
-                connection.unregister("new_rows")
+        _insert_rows(connection, good)
+        for key, error in bad.items():
+            connection.execute("INSERT INTO bad_facts VALUES (?, ?, ?)", [key, _day(key), error])
         connection.execute("COMMIT")
     except BaseException:
         connection.execute("ROLLBACK")
         raise
-    return TakenIn(len(tables.get("facts", ())), tuple(bad))
+
+
+def _misfits(connection: duckdb.DuckDBPyConnection, facts: dict[str, Rows]) -> dict[str, str]:
+    """Facts whose rows their tables refuse, with the reason; found by halves."""
+    connection.execute("BEGIN")
+    try:
+        _insert_rows(connection, facts)
+        return {}
+    except MISFIT as error:
+        if len(facts) == 1:
+            reason = f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode()
+            return dict.fromkeys(facts, reason.partition("\n")[0])
+    finally:
+        connection.execute("ROLLBACK")
+    keys = list(facts)
+    halves = keys[: len(keys) // 2], keys[len(keys) // 2 :]
+    found: dict[str, str] = {}
+    for half in halves:
+        found |= _misfits(connection, {key: facts[key] for key in half})
+    return found
+
+
+def _insert_rows(connection: duckdb.DuckDBPyConnection, facts: dict[str, Rows]) -> None:
+    tables: Rows = {}
+    for found in facts.values():
+        for table, lines in found.items():
+            tables.setdefault(table, []).extend(lines)
+    for table, lines in tables.items():
+        if lines:
+            names = dict.fromkeys(name for line in lines for name in line)  # not all rows have all columns
+            columns = {name: [line.get(name) for line in lines] for name in names}
+            connection.register("new_rows", pa.Table.from_pydict(columns))
+            connection.execute(f"INSERT INTO {table} BY NAME SELECT * FROM new_rows")
+            connection.unregister("new_rows")
 
 
 def _project(storage: Storage, key: str) -> Rows | str | None:
@@ -200,17 +243,18 @@ def _project(storage: Storage, key: str) -> Rows | str | None:
         return {"facts": [fact], **projected.tables}
     except NotFoundError:
         return None
-    except FactError as error:
+    except (FactError, RefusedKeyError) as error:
         return str(error).removeprefix(f"{key}: ")
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         return f"{type(error).__name__}: {error}"
 
 
 def _open_keys(connection: duckdb.DuckDBPyConnection, storage: Storage, today: date) -> list[str]:
-    last = connection.execute("SELECT max(day) FROM facts WHERE day <= ?", [today]).fetchall()[0][0]
-    if last is None:
+    last = "SELECT DISTINCT day FROM facts WHERE day <= ? ORDER BY day DESC LIMIT 3"
+    known = [row[0] for row in connection.execute(last, [today]).fetchall()]
+    if not known:
         return fact_keys(storage)
-    first = last - timedelta(days=1)
+    first = known[-1] - timedelta(days=1)
     days = {first + timedelta(days=offset) for offset in range((today - first).days + 2)}
     days |= {
         row[0]
@@ -223,8 +267,8 @@ def _open_keys(connection: duckdb.DuckDBPyConnection, storage: Storage, today: d
 
 def _day(key: str) -> date | None:
     try:
-        return parse_key(key).day
-    except FactError:
+        return date.fromisoformat(key.split("/")[1])
+    except (IndexError, ValueError):
         return None
 
 

@@ -29,8 +29,8 @@ def _spec(key: str, fact: Payload) -> Rows:
     spec = fact["spec"]
     row = {
         "job": str(fact["job"]),
-        "template": fact.get("template"),
-        "schedule": fact.get("schedule"),
+        "template": _text(fact.get("template")),
+        "schedule": _text(fact.get("schedule")),
         "kind": str(spec["kind"]),
         "gpus": int(spec["gpus"]),
         "priority": _number(spec["priority"]),
@@ -40,7 +40,7 @@ def _spec(key: str, fact: Payload) -> Rows:
         "release_at": parse(fact["release"]),
         "deadline_at": _instant(fact.get("deadline")),
         "gpu_types": list(map(str, spec["gpu_types"])) if spec.get("gpu_types") else None,
-        "tenant": spec.get("tenant"),
+        "tenant": _text(spec.get("tenant")),
         "max_attempts": int(spec["max_attempts"]),
         "submitted_at": parse(fact["at"]),
         "source": str(fact["source"]),
@@ -70,7 +70,7 @@ def _demand(_: str, fact: Payload) -> Rows:
 
 
 def _node(_: str, fact: Payload) -> Rows:
-    row = {"node": str(fact["node"]), "state": str(fact["state"]), "reason": fact.get("reason"), **_at(fact)}
+    row = {"node": str(fact["node"]), "state": str(fact["state"]), **_reason(fact), **_at(fact)}
     return {"node_states": [row]}
 
 
@@ -176,7 +176,7 @@ def _dispatch(_: str, fact: Payload) -> Rows:
 
 
 def _started(_: str, fact: Payload) -> Rows:
-    row = {"void": bool(fact["void"]), "reason": fact.get("reason"), "pid": fact.get("pid"), **_at(fact)}
+    row = {"void": bool(fact["void"]), "pid": _whole(fact.get("pid")), **_reason(fact), **_at(fact)}
     return {"starts": [{**_rank(fact), **row}]}
 
 
@@ -189,8 +189,8 @@ def _outcome(_: str, fact: Payload) -> Rows:
         "ended_at": parse(fact["ended_at"]),
         "gpu_seconds": _number(fact["gpu_seconds"]),
         "cost": _number(fact["cost"]),
-        "exit_code": None if fact.get("exit_code") is None else int(fact["exit_code"]),
-        "error": fact.get("error"),
+        "exit_code": _whole(fact.get("exit_code")),
+        "error": _text(fact.get("error")),
         **{name: _measured(metrics.get(name)) for name in ("mfu", "tokens_per_s", "rows_per_s", "loss")},
         "metrics": json.dumps(metrics),
     }
@@ -249,6 +249,18 @@ def _rank(fact: Payload) -> Payload:
         "rank": int(fact["rank"]),
         "node": str(fact["node"]),
     }
+
+
+def _reason(fact: Payload) -> Payload:
+    return {"reason": _text(fact.get("reason"))}
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+def _whole(value: Any) -> int | None:
+    return None if value is None else int(value)
 
 
 def _number(value: Any) -> float:

@@ -1,5 +1,8 @@
 -- One append-only table for each kind of fact. What changes (the state of a job) is a view over them.
 
+COMMENT ON TABLE schema_versions IS 'Migrations that were applied to this database';
+COMMENT ON COLUMN schema_versions.version IS 'Number of the migration''s file';
+
 CREATE TABLE facts (key VARCHAR PRIMARY KEY, day DATE NOT NULL, kind VARCHAR NOT NULL, recorded_at TIMESTAMPTZ);
 COMMENT ON TABLE facts IS 'Every fact taken in from storage; all other tables are made from these objects';
 COMMENT ON COLUMN facts.key IS 'Key of the object in storage';
