@@ -105,6 +105,17 @@ def test_json_to_the_output_is_all_there_is(capsys: pytest.CaptureFixture[str]) 
     assert Plan.from_dict(json.loads(capsys.readouterr().out)).mode == "fast"
 
 
+def test_a_solver_library_says_nothing_between_the_json() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "allocator", "solve", CONTENTION, "--bound", "--json", "-"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(run.stdout)["bound"] >= 1052
+
+
 def test_svg_writes_a_drawing(tmp_path: Path) -> None:
     assert main(["solve", CONTENTION, "--svg", str(tmp_path / "plan.svg"), "--committed", "2"]) == 0
     root = ElementTree.fromstring((tmp_path / "plan.svg").read_text())
