@@ -67,9 +67,15 @@ def scheduled_hour(site: Site, scheduled: datetime, now: datetime) -> Hour:
 
 
 def present_hour(site: Site, now: datetime, trigger: Trigger) -> Hour:
-    """An hour that begins at this second and lasts until the next scheduled plan."""
+    """An hour that begins at this second and lasts until the next scheduled plan.
+
+    The instant of a scheduled plan is that plan's own: a re-plan in the same second is named one later.
+    """
     instant = now.replace(microsecond=0)
-    return Hour(instant, instant, floor(instant, site.cluster.plan_every_minutes) + site.plan_every, trigger)
+    scheduled = floor(instant, site.cluster.plan_every_minutes)
+    if trigger == "replan" and instant == scheduled:
+        instant += timedelta(seconds=1)
+    return Hour(instant, instant, scheduled + site.plan_every, trigger)
 
 
 @contextlib.contextmanager
@@ -96,7 +102,7 @@ def record_degraded(site: Site, hour: Hour, problems: list[Degradation], now: da
     """Leave a fact for each step that did less than it should have."""
     storage = site.storage
     for problem in problems:
-        crc = zlib.crc32(f"{problem.subject}: {problem.reason}".encode())
+        crc = zlib.crc32(f"{problem.subject}: {problem.reason}".encode(errors="replace"))
         name = f"{problem.step}.{crc:08x}"
         body = {
             "instant": text(hour.instant),

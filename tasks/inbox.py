@@ -5,11 +5,14 @@ dies in between leaves the file, and the next one finds that the fact is there. 
 others.
 """
 
+import contextlib
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
+
+from pydantic import ValidationError
 
 from tasks.cluster import Site
 from tasks.facts import FactError, fact_key, read_json, write_fact
@@ -42,19 +45,19 @@ def take_specs(site: Site, known: dict[str, str], now: datetime) -> Received:
         name = key.removeprefix("inbox/")
         try:
             content = storage.read(key)
-        except NotFoundError:
+            try:
+                identity, digest = _take_spec(site, name, content, known, now)
+                known[identity] = digest
+                jobs.append(identity)
+            except SpecError as error:
+                _reject(storage, name, content, str(error), now)
+                rejected.append(name)
+            storage.delete(key)
+        except NotFoundError:  # whoever left it took it back
             continue
-        except StorageError as error:
-            unread.append((name, str(error)))
-            continue
-        try:
-            identity, digest = _take_spec(site, name, content, known, now)
-            known[identity] = digest
-            jobs.append(identity)
-        except SpecError as error:
-            _reject(storage, name, content, str(error), now)
-            rejected.append(name)
-        storage.delete(key)
+        except Exception as error:  # whatever is wrong with one file, the others go on
+            said = str(error) if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
+            unread.append((name, said))
     return Received(tuple(jobs), tuple(rejected), tuple(unread))
 
 
@@ -102,17 +105,25 @@ def take_recurring(site: Site, templates: Iterable[dict[str, Any]], now: datetim
 
     Each template row has job, spec (a Job's JSON), schedule, sha256, source and `last`, the latest occurrence
     so far or the time of submission. An occurrence may start from its instant on, but is planned before.
+    Raises SpecError, once the others are done, for templates that cannot be read any more.
     """
     storage = site.storage
     horizon = now + min(timedelta(days=1), site.plan_slots * site.slot)
     made = []
+    broken = []
     for row in templates:
-        job = Job.model_validate_json(row["spec"])
+        try:
+            job = Job.model_validate_json(row["spec"])
+        except ValidationError as error:  # taken in by an earlier version, which had other rules
+            broken.append(f"{row['job']}: its spec cannot be read: {error.errors()[0]['msg']}")
+            continue
         for instant in occurrences(row["schedule"], row["last"], horizon, site.cluster.time_zone):
             identity = f"{row['job']}@{instant:%Y-%m-%dT%H:%MZ}"
             body = spec_fact(job, identity, row["source"], row["sha256"], now, instant)
             if write_fact(storage, fact_key("spec", instant, identity), now, body):
                 made.append(identity)
+    if broken:
+        raise SpecError("; ".join(broken))
     return tuple(made)
 
 
@@ -126,7 +137,9 @@ def take_cancels(site: Site, states: dict[str, str], requested: set[str], now: d
     for key in storage.keys("cancel/"):
         job = key.removeprefix("cancel/").removesuffix(".json")
         if job not in states:
-            _reject(storage, f"cancel-{job}.json", storage.read(key), f"cancel: there is no job {job}", now)
+            with contextlib.suppress(NotFoundError):  # taken back meanwhile
+                content = storage.read(key)
+                _reject(storage, f"cancel-{job}.json", content, f"cancel: there is no job {job}", now)
             storage.delete(key)
             continue
         if job not in requested:
@@ -154,11 +167,12 @@ def cancel_requested(storage: Storage, job: str) -> bool:
 
 
 def _reject(storage: Storage, name: str, content: bytes, error: str, now: datetime) -> None:
-    digest = hashlib.sha256(content).hexdigest()[:8]
-    target = f"rejected/{name}"
+    digest = hashlib.sha256(name.encode() + b"\0" + content).hexdigest()[:8]
+    short = f"{digest}-{name.replace('/', '-')[:50]}"
+    target = f"rejected/{name}" if len(name.encode()) <= 200 else f"rejected/{short}"
     if not storage.create(target, content) and storage.read(target) != content:
-        target = f"rejected/{digest}-{name}"
+        target = f"rejected/{short}"
         storage.write(target, content)
     storage.write(f"{target}.error.txt", (error + "\n").encode())
-    fact = fact_key("rejected", now, f"{digest}-{name.replace('/', '-')[:120]}")
+    fact = fact_key("rejected", now, short)
     write_fact(storage, fact, now, {"source": name, "error": error})

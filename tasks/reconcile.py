@@ -37,8 +37,8 @@ def settle(
             verdict = _waiting(storage, site, rank, nodes, now)
         if verdict is not None:
             state, reason = verdict
-            write_outcome(storage, rank, state, reason, now)
-            settled.append((rank, state))
+            if write_outcome(storage, rank, state, reason, now):  # else it spoke for itself meanwhile
+                settled.append((rank, state))
     return settled
 
 
