@@ -1,11 +1,10 @@
-"""What people see of the hour and of a run in the Prefect UI: artifacts under keys that stay the same.
+"""What people see of the hour in the Prefect UI: artifacts under keys that stay the same.
 
 Nothing depends on them: a server that does not take one costs a warning, never a step.
 """
 
 import contextlib
 import io
-import re
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
@@ -22,7 +21,6 @@ from tasks.collect import ledger_directory
 from tasks.forecast import LEVELS, Forecast
 from tasks.hour import Hour
 from tasks.record import Closed
-from tasks.runner import Order, Outcome
 
 
 def show_plan(site: Site, planned: Planned) -> None:
@@ -120,23 +118,6 @@ def show_outcome(site: Site, closed: Closed) -> None:
     )
     with _at_most_a_warning():
         create_markdown_artifact(text, key="outcome", description="Outcome against FIFO and backfill")
-
-
-def show_run(order: Order, outcome: Outcome) -> None:
-    """`run-<job>`: what became of a run."""
-    metrics = outcome.metrics or {}
-    place = f"{order.storage.root}/logs/{order.job}/{order.attempt}-{order.rank}.log"
-    shown: dict[str, Any] = {
-        "state": outcome.state,
-        "error": outcome.error or "",
-        **{name: value for name, value in metrics.items() if not isinstance(value, dict)},
-        "outputs": f"{order.storage.root}/outputs/{order.job}/",
-        "log": place,
-    }
-    rows: list[dict[str, Any]] = [{"figure": name, "value": value} for name, value in shown.items()]
-    key = re.sub(r"[^a-z0-9]+", "-", f"run-{order.job}".lower()).strip("-")
-    with _at_most_a_warning():
-        create_table_artifact(rows, key=key, description=f"{order.job}, attempt {order.attempt}")
 
 
 def _grid(planned: Planned, committed: int) -> str:

@@ -1,47 +1,51 @@
 """What Slotwise asks of Prefect: flow runs for ranks, and a replan when a run has ended."""
 
-from typing import Any
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.objects import FlowRun as PrefectFlowRun
 from prefect.states import Scheduled
 
 from tasks.cluster import Site
-from tasks.dispatch import FlowRun
+
+if TYPE_CHECKING:
+    from tasks.dispatch import FlowRun
 
 RUN_JOB, REPLAN = "run_job/run_job", "replan/replan"
 
 
-class Orchestrator:
-    """A connection to the Prefect server, for one flow run."""
+def run_maker(client: SyncPrefectClient, site: Site) -> "Callable[[dict[str, Any]], FlowRun]":
+    """A function from a rank to its flow run, made on its node's queue for its start.
 
-    def __init__(self, site: Site) -> None:
-        self.site = site
-        self._deployments: dict[str, Any] = {}
+    The idempotency key is the rank's own, so that a run which exists is found instead.
+    """
 
-    def ensure_run(self, rank: dict[str, Any]) -> FlowRun:
-        """The flow run of a rank: made on its node's queue for its start, or found by its idempotency key."""
-        with get_client(sync_client=True) as client:
-            run = client.create_flow_run_from_deployment(
-                self._deployment(client, RUN_JOB),
-                name=f"{rank['job']}/{rank['attempt']}/{rank['node']}",
-                parameters={
-                    "storage": self.site.storage_root,
-                    "commit": rank["key"],
-                    "job": rank["job"],
-                    "rank": rank["rank"],
-                },
-                state=Scheduled(scheduled_time=rank["start_at"]),
-                tags=[f"job:{rank['job']}", f"node:{rank['node']}", f"kind:{rank['kind']}"],
-                idempotency_key=f"{rank['job']}/{rank['attempt']}/{rank['rank']}",
-                work_queue_name=rank["node"],
-            )
-        return FlowRun(str(run.id), _is_over(run))
+    from tasks.dispatch import FlowRun  # brings the ledger, which a node's run_job does without
 
-    def _deployment(self, client: SyncPrefectClient, name: str) -> Any:
-        if name not in self._deployments:
-            self._deployments[name] = client.read_deployment_by_name(name).id
-        return self._deployments[name]
+    @cache
+    def deployment() -> UUID:
+        return client.read_deployment_by_name(RUN_JOB).id
+
+    def ensure_run(rank: dict[str, Any]) -> "FlowRun":
+        run = client.create_flow_run_from_deployment(
+            deployment(),
+            name=f"{rank['job']}/{rank['attempt']}/{rank['node']}",
+            parameters={
+                "storage": site.storage_root,
+                "commit": rank["key"],
+                "job": rank["job"],
+                "rank": rank["rank"],
+            },
+            state=Scheduled(scheduled_time=rank["start_at"]),
+            tags=[f"job:{rank['job']}", f"node:{rank['node']}", f"kind:{rank['kind']}"],
+            idempotency_key=f"{rank['job']}/{rank['attempt']}/{rank['rank']}",
+            work_queue_name=rank["node"],
+        )
+        return FlowRun(str(run.id), run.state is not None and run.state.is_final())
+
+    return ensure_run
 
 
 def request_replan(key: str) -> None:
@@ -54,9 +58,5 @@ def request_replan(key: str) -> None:
 def is_cancelling(flow_run_id: str) -> bool:
     """Whether a person asked Prefect to cancel this run."""
     with get_client(sync_client=True) as client:
-        state = client.read_flow_run(flow_run_id).state  # type: ignore[arg-type]
+        state = client.read_flow_run(UUID(flow_run_id)).state
     return state is not None and (state.is_cancelling() or state.is_cancelled())
-
-
-def _is_over(run: PrefectFlowRun) -> bool:
-    return run.state is not None and run.state.is_final()

@@ -1,14 +1,18 @@
-"""The flow that a GPU worker runs: one rank of a committed job, on this node."""
+"""The flow that a GPU worker runs: one rank of a committed job, on this node.
+
+It imports nothing of planning or the ledger: its start is part of every job's time.
+"""
 
 import contextlib
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 from prefect import flow, get_run_logger, runtime
+from prefect.artifacts import create_table_artifact
 from prefect.states import Completed, Failed
 
-from flows import artifacts
 from flows.orchestration import is_cancelling, request_replan
 from tasks.facts import FactError
 from tasks.runner import Order, Outcome, read_order, run_rank
@@ -33,12 +37,27 @@ def run_job(storage: str, commit: str, job: str, rank: int) -> Any:
 def _finish(order: Order, outcome: Outcome) -> Any:
     if outcome.state is None:
         return Completed(message=outcome.error)
-    artifacts.show_run(order, outcome)
+    with contextlib.suppress(Exception):  # what people see must not undo what was done
+        _show(order, outcome)
     with contextlib.suppress(Exception):  # the schedule replans anyway
         request_replan(f"ended/{order.job}/{order.attempt}/{order.rank}")
     if outcome.state == "completed":
         return Completed(message="completed")
     return Failed(message=f"{outcome.state}: {outcome.error}")
+
+
+def _show(order: Order, outcome: Outcome) -> None:
+    """`run-<job>`: what became of the run, and where its outputs and its log are."""
+    shown: dict[str, Any] = {
+        "state": outcome.state,
+        "error": outcome.error or "",
+        **{name: value for name, value in (outcome.metrics or {}).items() if not isinstance(value, dict)},
+        "outputs": f"{order.storage.root}/outputs/{order.job}/",
+        "log": f"{order.storage.root}/logs/{order.job}/{order.attempt}-{order.rank}.log",
+    }
+    rows: list[dict[str, Any]] = [{"figure": name, "value": value} for name, value in shown.items()]
+    key = re.sub(r"[^a-z0-9]+", "-", f"run-{order.job}".lower()).strip("-")
+    create_table_artifact(rows, key=key, description=f"{order.job}, attempt {order.attempt}")
 
 
 def _cancelled() -> bool:

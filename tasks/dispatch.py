@@ -16,7 +16,7 @@ from tasks.collect import ledger_directory
 from tasks.facts import fact_key, write_fact
 from tasks.hour import Degradation
 from tasks.reconcile import void_start, write_outcome
-from tasks.serving import ServingError, publish_target
+from tasks.serving import ServingError, publish_target, service_names
 from tasks.storage import StorageError
 
 Rank = dict[str, Any]
@@ -96,14 +96,21 @@ def _publish(
 ) -> dict[str, int]:
     """Tell each service its GPUs, without those that an overrunning job still holds; how many it got."""
     published = {}
-    for service in site.cluster.services:
-        rows = [row for row in due if row["service"] == service.name]
-        if not rows:  # no plan has spoken of it yet
+    configured = {service.name: service for service in site.cluster.services}
+    # A service that is no longer in the cluster file still holds what it was given: it has to leave.
+    for name in sorted({*configured, *service_names(site.storage)}):
+        rows = [row for row in due if row["service"] == name]
+        if name in configured and not rows:  # no plan has spoken of it yet
             continue
-        gpus = {row["node"]: [gpu for gpu in row["gpus"] if (row["node"], gpu) not in taken] for row in rows}
-        published[service.name] = sum(map(len, gpus.values()))
+        gpus = {
+            row["node"]: [gpu for gpu in row["gpus"] if (row["node"], gpu) not in taken]
+            for row in rows
+            if name in configured
+        }
+        published[name] = sum(map(len, gpus.values()))
+        webhook = configured[name].target.webhook if name in configured else None
         try:
-            publish_target(site.storage, service, {node: free for node, free in gpus.items() if free}, now)
+            publish_target(site.storage, name, gpus, now, webhook)
         except (ServingError, StorageError) as error:
-            problems.append(Degradation("dispatch", service.name, f"{error}; its last target stands"))
+            problems.append(Degradation("dispatch", name, f"{error}; its last target stands"))
     return published

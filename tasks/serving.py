@@ -12,7 +12,6 @@ from datetime import datetime
 from typing import Any
 
 from tasks import instants, web
-from tasks.cluster import Service
 from tasks.storage import NotFoundError, Storage
 
 Held = dict[str, frozenset[int]]  # GPUs by node, no node without any
@@ -58,7 +57,11 @@ NOTHING_OBSERVED = Observed(0, {})
 
 
 def publish_target(
-    storage: Storage, service: Service, gpus: Mapping[str, Iterable[int]], now: datetime
+    storage: Storage,
+    service: str,
+    gpus: Mapping[str, Iterable[int]],
+    now: datetime,
+    webhook: str | None = None,
 ) -> int:
     """Give the service exactly these GPUs; the version of the target that says so.
 
@@ -67,8 +70,8 @@ def publish_target(
     in storage, and the next call tries the webhook again.
     """
     wanted = _gpus(gpus)
-    seen = observed(storage, service.name)
-    before = _read_target(storage, service.name)
+    seen = observed(storage, service)
+    before = _read_target(storage, service)
     if before is None or before.gpus != wanted or before.version == 0 or before.version < seen.version:
         if before is None:  # lost: a version above any that was counted, and nothing taken for granted
             version = max(int(now.timestamp()), seen.version + 1)
@@ -79,11 +82,11 @@ def publish_target(
             after = Target(
                 version, wanted, _without(held_now, wanted), before.unsure and _pending(before, seen)
             )
-        storage.write(target_key(service.name), _encoded(service.name, after, now))
+        storage.write(target_key(service), _encoded(service, after, now))
     else:
         after = before
-    if service.target.webhook and (_pending(after, seen) or _overlaps(after.leaving, seen.gpus)):
-        _tell(storage, service.name, service.target.webhook, after, seen, now)
+    if webhook and (_pending(after, seen) or _overlaps(after.leaving, seen.gpus)):
+        _tell(storage, service, webhook, after, seen, now)
     return after.version
 
 

@@ -53,7 +53,7 @@ CHAT = service()
 
 def give(storage: Storage, *gpus: int, to: Service = CHAT) -> int:
     """Publish these GPUs of node0."""
-    return publish_target(storage, to, {"node0": list(gpus)}, NOW)
+    return publish_target(storage, to.name, {"node0": list(gpus)}, NOW, to.target.webhook)
 
 
 def say(storage: Storage, version: int, *gpus: int, name: str = "chat") -> None:
@@ -71,7 +71,7 @@ def clear(storage: Storage, gpus: range = range(8)) -> list[int]:
 
 
 def test_a_target_is_written_as_the_protocol_says(storage: Storage) -> None:
-    publish_target(storage, CHAT, {"node1": [3], "node0": [1, 0], "node2": []}, NOW)
+    publish_target(storage, CHAT.name, {"node1": [3], "node0": [1, 0], "node2": []}, NOW)
     assert json.loads(storage.read("serving/chat/target.json")) == {
         "service": "chat",
         "version": 1,

@@ -81,12 +81,12 @@ def process(storage: Storage) -> Iterator[subprocess.Popen[str]]:
 def test_a_process_follows_its_target_and_lets_go_of_everything_at_its_end(
     storage: Storage, process: subprocess.Popen[str]
 ) -> None:
-    publish_target(storage, CHAT, {"node0": [0, 1]}, NOW)
+    publish_target(storage, CHAT.name, {"node0": [0, 1]}, NOW)
     eventually(lambda: observed(storage, "chat") == Observed(1, gpus(0, 1)), process)
-    publish_target(storage, CHAT, {"node0": [1, 2]}, NOW)
+    publish_target(storage, CHAT.name, {"node0": [1, 2]}, NOW)
     eventually(lambda: observed(storage, "chat") == Observed(2, gpus(1, 2)), process)
     assert blockers(storage, "node0", [0]) == []
-    publish_target(storage, CHAT, {}, NOW)
+    publish_target(storage, CHAT.name, {}, NOW)
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 0
@@ -97,13 +97,13 @@ def test_a_process_follows_its_target_and_lets_go_of_everything_at_its_end(
 def test_a_process_survives_a_target_that_is_torn_or_gone(
     storage: Storage, process: subprocess.Popen[str]
 ) -> None:
-    publish_target(storage, CHAT, {"node0": [0]}, NOW)
+    publish_target(storage, CHAT.name, {"node0": [0]}, NOW)
     eventually(lambda: observed(storage, "chat") == Observed(1, gpus(0)), process)
     storage.write(target_key("chat"), b'{"version": 2, "gp')
-    version = publish_target(storage, CHAT, {"node0": [3]}, NOW)
+    version = publish_target(storage, CHAT.name, {"node0": [3]}, NOW)
     eventually(lambda: observed(storage, "chat") == Observed(version, gpus(3)), process)
     storage.delete(target_key("chat"))
-    assert publish_target(storage, CHAT, {"node0": [4]}, NOW) == version + 1
+    assert publish_target(storage, CHAT.name, {"node0": [4]}, NOW) == version + 1
     eventually(lambda: observed(storage, "chat") == Observed(version + 1, gpus(4)), process)
 
 
@@ -133,7 +133,7 @@ def test_the_storage_of_a_cluster_file_is_found(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("name: lab\nstorage: file:here\nnodes: [{name: node0, gpus: 1}]\n")
     storage = open_storage(str(tmp_path / "here"))
-    publish_target(storage, CHAT, {"node0": [0]}, NOW)
+    publish_target(storage, CHAT.name, {"node0": [0]}, NOW)
     command = [sys.executable, "-m", "tasks.virtual_service", "chat", "--cluster", str(file)]
     with subprocess.Popen([*command, "--poll-seconds", "0.02"], cwd=ROOT, text=True) as started:
         try:
