@@ -3,7 +3,8 @@
 Invariant: the program's first instruction comes after all of these: the GPUs are locked on this machine (by a
 file lock that dies with the process), no service holds them, and the start is claimed in the facts by every
 rank of the gang. The program never outlives its runner, and a runner that cannot renew its lease ends the
-program before anyone may think it dead. Whatever happens, at most one outcome is written.
+program before anyone may think it dead, even while storage does not answer at all: a thread of its own asks
+storage. Whatever happens, at most one outcome is written.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -41,6 +43,8 @@ POLL_S = 0.5
 GRACE_S = 20.0  # from SIGTERM to SIGKILL
 SPEC_IS_WRONG = 2  # exit code of a program whose spec cannot work: not tried again
 NICENESS = 10  # of programs on virtual GPUs, which share the processor with everything else
+LEAVE_S = 3600.0  # how long an outcome is offered to a storage that does not take it
+MOST_METRICS = 1 << 20  # bytes of a metrics file that are looked at
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,7 @@ def run_rank(
             outcome = Outcome(stop.state, str(stop))
             if not _claim(order, void=str(stop)):
                 return replace(outcome, state=None)
-    if terminated() and outcome.state == "crashed" and cancelled_elsewhere():
+    if terminated() and outcome.state in ("crashed", "not_started") and cancelled_elsewhere():
         outcome = replace(outcome, state="cancelled", error="cancelled by a person")
     _leave(order, outcome)
     lease.drop()
@@ -161,10 +165,12 @@ def _run_claimed(
         )
     except _Stop as stop:
         return Outcome(stop.state, str(stop), started, None, _metrics(metrics_file))
+    except Exception as error:  # such as a full disk: the claim is taken, so there must be an outcome
+        return Outcome("crashed", f"{type(error).__name__}: {error}", started, None, _metrics(metrics_file))
     metrics = _metrics(metrics_file)
     if code == 0:
         return Outcome("completed", None, started, 0, metrics)
-    said = str(metrics.get("message") or last_line or "it said nothing")[:500]
+    said = " ".join(str(metrics.get("message") or last_line or "it said nothing").split())[:500]
     what = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     return Outcome("crashed" if code < 0 else "failed", f"{what}: {said}", started, code, metrics)
 
@@ -181,13 +187,16 @@ def _own_gpus(
     with contextlib.ExitStack() as stack:
         locks: list[TextIO] = []
         while True:
-            if cancel_requested(order.storage, order.job):
-                raise _Stop("cancelled", "cancelled before it began")
             if terminated():
                 raise _Stop("not_started", "its runner was told to end before it began")
-            in_the_way = (
-                ["its start"] if now() < order.start else _in_the_way(order, node_directory, stack, locks)
-            )
+            try:
+                if cancel_requested(order.storage, order.job):
+                    raise _Stop("cancelled", "cancelled before it began")
+                in_the_way = (
+                    ["its start"] if now() < order.start else _in_the_way(order, node_directory, stack, locks)
+                )
+            except StorageError as error:
+                in_the_way = [f"storage: {error}"]
             if not in_the_way:
                 break
             if now() > deadline:
@@ -243,14 +252,16 @@ def _gather(order: Order, lease: "_Lease", terminated: Callable[[], bool]) -> in
     missing = list(range(len(order.nodes)))
     port = 0
     while missing:
+        lease.renew("starting", f"waiting for rank {missing[0]}")
         try:
+            _watch_gang(order)
             claim = read_json(order.storage, order.key("started", missing[0]))
-        except NotFoundError:
-            if terminated() or now() > deadline:
+        except StorageError:  # not there yet, or storage does not answer
+            if terminated():
+                raise _Stop("not_started", "its runner was told to end before it began") from None
+            if now() > deadline:
                 node = order.nodes[missing[0]]["node"]
                 raise _Stop("not_started", f"rank {missing[0]} on {node} did not come") from None
-            _watch_gang(order)
-            lease.renew("starting", f"waiting for rank {missing[0]}")
             time.sleep(POLL_S)
             continue
         if claim["void"]:
@@ -294,14 +305,16 @@ def _run_program(
         )
         tail = _Tail(written, log)
         try:
-            while child.poll() is None:
-                time.sleep(POLL_S)
-                tail.read()
-                if reason := _reason_to_end(order, lease, began, terminated):
-                    raise reason
-                lease.renew("running", "", _metrics(metrics_file))
+            with _watching(order, lease, metrics_file) as found:
+                try:
+                    while child.poll() is None:
+                        time.sleep(POLL_S)
+                        tail.read()
+                        if reason := found() or _reason_to_end(order, lease, began, terminated):
+                            raise reason
+                finally:
+                    _end(child, lease)
         finally:
-            _end(child)
             tail.read()
             with contextlib.suppress(StorageError):  # a log that cannot be kept does not undo the work
                 order.storage.upload(f"logs/{order.job}/{order.attempt}-{order.rank}.log", log_file)
@@ -315,27 +328,53 @@ def _reason_to_end(
         return _Stop("crashed", "its runner was told to end")
     if order.max_duration is not None and time.monotonic() - began > order.max_duration.total_seconds():
         return _Stop("timed_out", f"ended at its max_duration of {order.max_duration}")
-    if lease.due():
-        if lease.unrenewed() > 2 * order.lease:
-            return _Stop("crashed", f"storage could not be reached for {lease.unrenewed().seconds} s")
-        with contextlib.suppress(StorageError):
-            if cancel_requested(order.storage, order.job):
-                return _Stop("cancelled", "cancelled")
-            try:
-                _watch_gang(order)
-            except _Stop as stop:
-                return stop
+    if lease.unrenewed() > 2 * order.lease:
+        return _Stop("crashed", f"storage could not be reached for {lease.unrenewed().seconds} s")
     return None
 
 
+@contextlib.contextmanager
+def _watching(order: Order, lease: "_Lease", metrics_file: Path) -> Iterator[Callable[[], _Stop | None]]:
+    """Renew the lease, and look in storage for reasons to end, which the yielded function tells.
+
+    In a thread: a storage that does not answer must not keep the runner from ending the program in time.
+    """
+    found: list[_Stop] = []
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(order.lease.total_seconds() / 3):
+            lease.renew("running", "", _metrics(metrics_file))
+            with contextlib.suppress(StorageError, FactError):
+                try:
+                    if cancel_requested(order.storage, order.job):
+                        found.append(_Stop("cancelled", "cancelled"))
+                    _watch_gang(order)
+                except _Stop as stop:
+                    found.append(stop)
+
+    thread = threading.Thread(target=watch, name="lease", daemon=True)
+    thread.start()
+    try:
+        yield lambda: found[0] if found else None
+    finally:
+        over.set()
+        thread.join(order.lease.total_seconds())  # if storage hangs, the thread ends with the process
+
+
 def _watch_gang(order: Order) -> None:
-    """Raise _Stop when another rank of the gang ended without having completed, or is lost."""
+    """Raise _Stop when another rank of the gang ended without having completed, or is lost.
+
+    So does an outcome of this very rank: then someone thought it dead.
+    """
     for rank in range(len(order.nodes)):
-        if rank == order.rank:
-            continue
         try:
-            state = read_json(order.storage, order.key("outcome", rank))["state"]
+            state = read_json(order.storage, order.key("outcome", rank)).get("state")
+            if rank == order.rank:
+                raise _Stop("crashed", f"it was thought dead: {state}")
         except NotFoundError:
+            if rank == order.rank:
+                continue
             age = lease_age(order.storage, order.job, order.attempt, rank, now())
             if age is not None and age > 4 * order.lease:
                 raise _Stop("stopped", f"rank {rank} on {order.nodes[rank]['node']} is lost") from None
@@ -345,7 +384,7 @@ def _watch_gang(order: Order) -> None:
 
 
 def _leave(order: Order, outcome: Outcome) -> None:
-    """Write the outcome, retrying for as long as anyone could still think this rank alive."""
+    """Write the outcome, if no one has; a storage that is away is waited for."""
     ended = now()
     seconds = (ended - outcome.started_at).total_seconds() if outcome.started_at else 0.0
     gpu_seconds = seconds * len(order.node["gpus"])
@@ -363,7 +402,7 @@ def _leave(order: Order, outcome: Outcome) -> None:
         "error": outcome.error,
         "metrics": outcome.metrics or {},
     }
-    deadline = time.monotonic() + 4 * order.lease.total_seconds()
+    deadline = time.monotonic() + LEAVE_S
     while True:
         try:
             write_fact(order.storage, order.key("outcome"), ended, body)
@@ -392,7 +431,7 @@ class _Lease:
         """Write the lease if it is due. A storage that fails is tried again at the next turn."""
         if not self.due():
             return
-        self.tried = time.monotonic()
+        self.tried = began = time.monotonic()
         order = self.order
         body = {
             "job": order.job,
@@ -407,7 +446,7 @@ class _Lease:
         }
         with contextlib.suppress(StorageError):
             write_json(order.storage, lease_key(order.job, order.attempt, order.rank), body)
-            self.renewed = time.monotonic()
+            self.renewed = began  # when it was dated, however long storage took
 
     def drop(self) -> None:
         with contextlib.suppress(StorageError):
@@ -471,13 +510,17 @@ def _environment(order: Order, port: int, metrics_file: Path) -> dict[str, str]:
     return {**kept, **own}
 
 
-def _end(child: "subprocess.Popen[bytes]") -> None:
-    """End the program and all it started: SIGTERM, a grace period, SIGKILL."""
+def _end(child: "subprocess.Popen[bytes]", lease: "_Lease") -> None:
+    """End the program and all it started: SIGTERM, a grace period (less when the lease runs out), SIGKILL."""
     deadline = time.monotonic() + GRACE_S
     if child.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGTERM)
-        while child.poll() is None and time.monotonic() < deadline:
+        while (
+            child.poll() is None
+            and time.monotonic() < deadline
+            and lease.unrenewed() < 3.5 * lease.order.lease
+        ):
             time.sleep(0.1)
     with contextlib.suppress(ProcessLookupError):  # also what the program left behind in its session
         os.killpg(child.pid, signal.SIGKILL)
@@ -508,10 +551,16 @@ def _scratch(node_directory: Path, order: Order) -> Path:
 
 
 def _metrics(file: Path) -> dict[str, Any]:
-    """What the program has reported so far; nothing when the file is absent or not a JSON object."""
+    """What the program has reported so far; nothing when the file is absent or not a JSON object.
+
+    Numbers that are none become null, halves of characters question marks: facts hold neither.
+    """
     try:
-        found = json.loads(file.read_text(), parse_constant=lambda _: None)
-    except (OSError, ValueError):
+        with file.open("rb") as reported:
+            found = json.loads(reported.read(MOST_METRICS))
+        plain = json.dumps(found, ensure_ascii=False).encode(errors="replace")
+        found = json.loads(plain, parse_constant=lambda _: None)
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
