@@ -1,0 +1,288 @@
+"""Hours that follow one another, on real files and a real ledger: what is planned, kept, given back."""
+
+import json
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks import ledger
+from tasks.cluster import Site
+from tasks.collect import ledger_directory
+from tasks.dispatch import dispatch
+from tasks.facts import fact_key, write_fact, write_json
+from tasks.inbox import request_cancel
+from tasks.instants import text
+from tasks.reconcile import lease_key
+from tasks.serving import target
+from tests.conftest import make_site
+from tests.tasks.planned_hours import Runs, answer, ask, begin, end, plan_hour, states, submit
+
+HOUR = datetime(2026, 12, 1, 6, tzinfo=UTC)
+MINUTE = timedelta(minutes=1)
+CHAT = {
+    "name": "chat",
+    "demand": {"file": "demand.csv", "unit": "gpus"},
+    "expected_gpus": 1,
+    "ramp_per_hour": 24,
+    "priority": 8,
+}
+
+
+def renew_run(site: Site, rank: dict[str, Any], at: datetime) -> None:
+    """Let the rank's runner be alive."""
+    write_json(site.storage, lease_key(rank["job"], rank["attempt"], rank["rank"]), {"at": text(at)})
+
+
+def test_an_hour_run_twice_plans_once_and_dispatches_once(tmp_path: Path) -> None:
+    site, runs = make_site(tmp_path), Runs()
+    answer(site, HOUR)
+    submit(site, "a")
+    assert plan_hour(site, HOUR, runs).planned
+    again = plan_hour(site, HOUR + MINUTE, runs)
+    assert not again.planned
+    assert list(runs.made) == ["a/1/0"]
+    assert len(ask(site, "FROM plans")) == len(ask(site, "FROM dispatches")) == 1
+
+
+def test_what_was_not_dispatched_is_repaired_by_the_next_run_of_the_hour(tmp_path: Path) -> None:
+    site = make_site(tmp_path)
+    answer(site, HOUR)
+    submit(site, "a")
+
+    def refuses(rank: object) -> None:
+        raise ConnectionError("the server is away")
+
+    done = plan_hour(site, HOUR, refuses)  # type: ignore[arg-type]
+    assert [(p.step, p.subject) for p in done.problems if p.step == "dispatch"] == [("dispatch", "a.1.0")]
+    runs = Runs()
+    answer(site, HOUR + MINUTE)
+    plan_hour(site, HOUR + MINUTE, runs)
+    assert list(runs.made) == ["a/1/0"]
+
+
+def test_a_started_job_keeps_its_gpus_when_it_overruns_and_the_next_plan_knows(tmp_path: Path) -> None:
+    site, runs = make_site(tmp_path), Runs()
+    answer(site, HOUR)
+    submit(site, "long", gpus=4, duration="30m")
+    plan_hour(site, HOUR, runs)
+    rank = runs.made["long/1/0"]
+    begin(site, rank, HOUR)
+    submit(site, "other", gpus=4)
+    later = HOUR + 60 * MINUTE
+    answer(site, later)
+    renew_run(site, rank, later)
+    plan_hour(site, later, runs)
+    held, given = ask(site, "SELECT node, gpus FROM allocations ORDER BY job")
+    assert states(site) == {"long": "running", "other": "committed"}
+    assert held["node"] != given["node"]
+
+
+def test_a_crashed_attempt_is_tried_again_on_its_own_gpus_while_they_are_committed(tmp_path: Path) -> None:
+    site, runs = make_site(tmp_path), Runs()
+    answer(site, HOUR)
+    submit(site, "a", gpus=2)
+    plan_hour(site, HOUR, runs)
+    begin(site, runs.made["a/1/0"], HOUR)
+    end(site, runs.made["a/1/0"], HOUR + MINUTE, "crashed", exit_code=-9)
+    submit(site, "tempted", gpus=4, priority=50)
+    answer(site, HOUR + 2 * MINUTE)
+    assert plan_hour(site, HOUR + 2 * MINUTE, runs, "replan").planned
+    first, second = ask(site, "SELECT node, gpus FROM allocations WHERE job = 'a' ORDER BY attempt")
+    assert first == second
+    assert "a/2/0" in runs.made
+
+
+def test_a_job_fails_after_as_many_attempts_as_its_spec_allows(tmp_path: Path) -> None:
+    site, runs = make_site(tmp_path), Runs()
+    submit(site, "a", max_attempts=2)
+    for attempt in (1, 2):
+        at = HOUR + attempt * MINUTE
+        answer(site, at)
+        plan_hour(site, at, runs, "hourly" if attempt == 1 else "replan")
+        begin(site, runs.made[f"a/{attempt}/0"], at)
+        end(site, runs.made[f"a/{attempt}/0"], at, "failed", exit_code=1)
+    answer(site, HOUR + 3 * MINUTE)
+    plan_hour(site, HOUR + 3 * MINUTE, runs, "replan")
+    assert states(site) == {"a": "failed"}
+    assert len(runs.made) == 2
+
+
+def test_a_wrong_spec_is_not_tried_again(tmp_path: Path) -> None:
+    site, runs = make_site(tmp_path), Runs()
+    answer(site, HOUR)
+    submit(site, "a")
+    plan_hour(site, HOUR, runs)
+    begin(site, runs.made["a/1/0"], HOUR)
+    end(site, runs.made["a/1/0"], HOUR + MINUTE, "failed", exit_code=2)
+    answer(site, HOUR + 2 * MINUTE)
+    plan_hour(site, HOUR + 2 * MINUTE, runs, "replan")
+    assert states(site) == {"a": "failed"}
+
+
+def test_a_run_whose_node_is_gone_before_it_began_goes_back_to_the_queue(tmp_path: Path) -> None:
+    site, runs = make_site(tmp_path), Runs()
+    answer(site, HOUR)
+    submit(site, "a", gpus=4)
+    plan_hour(site, HOUR, runs)
+    gone = runs.made["a/1/0"]["node"]
+    other = "node1" if gone == "node0" else "node0"
+    later = HOUR + MINUTE
+    answer(site, later, other)
+    plan_hour(site, later, runs, "replan")
+    assert {row["node"]: row["state"] for row in ask(site, "FROM nodes")} == {gone: "lost", other: "ready"}
+    assert runs.made["a/2/0"]["node"] == other
+
+
+def test_a_rank_whose_flow_run_died_before_it_began_is_planned_again(tmp_path: Path) -> None:
+    site, runs = make_site(tmp_path), Runs()
+    answer(site, HOUR)
+    submit(site, "a")
+    plan_hour(site, HOUR, runs)
+    runs.dead.add("a/1/0")
+    for minute in (1, 2):
+        answer(site, HOUR + minute * MINUTE)
+        plan_hour(site, HOUR + minute * MINUTE, runs, "replan")
+    assert "a/2/0" in runs.made
+    assert ask(site, "SELECT failures FROM jobs") == [{"failures": 0}]
+
+
+def test_a_cancelled_job_frees_its_gpus_and_is_not_run(tmp_path: Path) -> None:
+    site, runs = make_site(tmp_path), Runs()
+    answer(site, HOUR)
+    submit(site, "a", gpus=4)
+    submit(site, "b", gpus=4)
+    submit(site, "waits", gpus=4, priority=1)
+    plan_hour(site, HOUR, runs)
+    assert states(site)["waits"] == "queued"
+    request_cancel(site.storage, "a", "somebody", HOUR)
+    answer(site, HOUR + MINUTE)
+    plan_hour(site, HOUR + MINUTE, runs, "replan")
+    assert states(site) == {"a": "cancelled", "b": "committed", "waits": "committed"}
+
+
+def test_a_gang_takes_whole_nodes_and_one_flow_run_on_each(tmp_path: Path) -> None:
+    site, runs = make_site(tmp_path), Runs()
+    answer(site, HOUR)
+    submit(site, "gang", gpus=8)
+    plan_hour(site, HOUR, runs)
+    assert {key: rank["node"] for key, rank in runs.made.items()} == {
+        "gang/1/0": "node0",
+        "gang/1/1": "node1",
+    }
+
+
+def test_a_bad_spec_is_rejected_with_its_line_and_the_others_go_on(tmp_path: Path) -> None:
+    site, runs = make_site(tmp_path), Runs()
+    answer(site, HOUR)
+    submit(site, "good")
+    site.storage.write("inbox/bad.yaml", b"kind: training\ngpu: 2\n")
+    plan_hour(site, HOUR, runs)
+    assert states(site) == {"good": "committed"}
+    assert site.storage.keys("inbox/") == []
+    assert b"bad.yaml:2: gpu: unknown key; did you mean gpus?" in site.storage.read(
+        "rejected/bad.yaml.error.txt"
+    )
+
+
+def test_a_failing_demand_source_degrades_its_step_and_the_hour_goes_on(tmp_path: Path) -> None:
+    site, runs = make_site(tmp_path, services=[CHAT], full_mode_seconds=0), Runs()
+    answer(site, HOUR)
+    submit(site, "a")
+    done = plan_hour(site, HOUR, runs)  # there is no demand.csv
+    assert done.planned and "a/1/0" in runs.made
+    told = ask(site, "SELECT step, subject, reason FROM degradations")
+    assert [(row["step"], row["subject"]) for row in told] == [("collect", "chat")]
+    assert "demand.csv" in told[0]["reason"]
+    assert target(site.storage, "chat").gpus  # the stated mean still gets its GPUs
+
+
+def test_observed_demand_above_the_target_gets_idle_gpus_between_hours(tmp_path: Path) -> None:
+    site, runs = make_site(tmp_path, services=[CHAT]), Runs()
+    file = site.file.parent / "demand.csv"
+    file.write_text(f"ts,y\n{text(HOUR - timedelta(hours=1))},1\n")
+    answer(site, HOUR)
+    plan_hour(site, HOUR, runs)
+    before = sum(map(len, target(site.storage, "chat").gpus.values()))
+    later = HOUR + 20 * MINUTE
+    file.write_text(file.read_text() + f"{text(HOUR)},5\n")
+    answer(site, later)
+    done = plan_hour(site, later, runs, "replan")
+    assert done.planned
+    assert sum(map(len, target(site.storage, "chat").gpus.values())) > before
+
+
+def test_a_gpu_that_a_job_still_holds_is_left_out_of_a_service_target(tmp_path: Path) -> None:
+    site, runs = make_site(tmp_path, services=[CHAT], full_mode_seconds=0), Runs()
+    answer(site, HOUR)
+    submit(site, "overruns", gpus=2)
+    plan_hour(site, HOUR, runs)
+    rank = runs.made["overruns/1/0"]
+    begin(site, rank, HOUR)
+    later = HOUR + 30 * MINUTE
+    node, busy = rank["node"], rank["gpus"][0]
+    given = {"from": text(later), "gpus": {node: [busy, 3]}}
+    body = {"instant": text(later), "placements": [], "targets": {"chat": [given]}}
+    write_fact(site.storage, fact_key("commit", later, text(later)), later, body)
+    ledger.take_in(ledger_directory(site), site.storage, later.date())
+    dispatch(site, runs, later)
+    assert target(site.storage, "chat").gpus == {node: {3}}
+
+
+def test_a_recurring_job_makes_each_occurrence_once(tmp_path: Path) -> None:
+    site, runs = make_site(tmp_path, plan_slots=18), Runs()
+    answer(site, HOUR)
+    submit(site, "nightly", schedule="30 * * * *")
+    plan_hour(site, HOUR, runs)
+    answer(site, HOUR + 60 * MINUTE)
+    plan_hour(site, HOUR + 60 * MINUTE, runs)
+    made = sorted(states(site))
+    assert made == [f"nightly@2026-12-01T{hour:02d}:30Z" for hour in (6, 7, 8, 9)]
+
+
+def test_a_closed_slot_says_what_happened_beside_what_was_planned(tmp_path: Path) -> None:
+    site, runs = make_site(tmp_path), Runs()
+    answer(site, HOUR)
+    submit(site, "a", gpus=4)
+    plan_hour(site, HOUR, runs)
+    rank = runs.made["a/1/0"]
+    begin(site, rank, HOUR)
+    end(site, rank, HOUR + 30 * MINUTE, started_at=text(HOUR), gpu_seconds=7200.0)
+    answer(site, HOUR + 60 * MINUTE)
+    plan_hour(site, HOUR + 60 * MINUTE, runs)
+    (slot,) = ask(site, "FROM slots")
+    assert slot["completed"] == 1 and slot["value"] == pytest.approx(20)
+    assert slot["busy_gpu_s"] == pytest.approx(4 * 1800)
+    assert slot["utilization"] == pytest.approx(4 * 1800 / (8 * 3600))
+    assert slot["fifo_value"] == pytest.approx(20)
+
+
+def test_the_ledger_equals_its_facts_after_several_hours(tmp_path: Path) -> None:
+    site, runs = make_site(tmp_path, services=[CHAT]), Runs()
+    for hour in range(3):
+        at = HOUR + 60 * hour * MINUTE
+        answer(site, at)
+        submit(site, f"job{hour}", gpus=2)
+        plan_hour(site, at, runs)
+    assert ledger.verify(ledger_directory(site), site.storage) == []
+    before = ask(site, "FROM jobs ORDER BY job")
+    ledger.rebuild(ledger_directory(site), site.storage)
+    after = ask(site, "FROM jobs ORDER BY job")
+    assert [{**row, "wait_s": 0} for row in before] == [{**row, "wait_s": 0} for row in after]
+
+
+def test_every_committed_plan_passes_the_independent_check(tmp_path: Path) -> None:
+    from allocator.check import check
+    from tasks.commit import read_plan
+
+    site, runs = make_site(tmp_path, services=[CHAT], full_mode_seconds=0), Runs()
+    for hour in range(3):
+        at = HOUR + 60 * hour * MINUTE
+        answer(site, at)
+        for size in (1, 2, 4):
+            submit(site, f"job{hour}-{size}", gpus=size, duration=f"{20 * size}m")
+        plan_hour(site, at, runs)
+        problem, plan = read_plan(site.storage, at)
+        assert check(problem, plan) == []
+        assert json.loads(plan.to_json()) == plan.to_dict()
