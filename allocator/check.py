@@ -326,7 +326,7 @@ def _check_service(board: _Board, service: Service, row: ServicePlan) -> None:
     problem, broken, who = board.problem, board.broken, f"service {service.service}"
     total, replica = problem.total_gpus, service.gpus_per_replica
     before: int | None = _mask(service.current) if isinstance(service.current, tuple) else None
-    count = service.current if isinstance(service.current, int) else None
+    count = service.current - service.current % replica if isinstance(service.current, int) else None
     last: tuple[int, ...] | None = None
     now = 0
     for slot, gpus in enumerate(row.gpus):
@@ -353,9 +353,10 @@ def _check_service(board: _Board, service: Service, row: ServicePlan) -> None:
         else:
             lowest = (count or 0) - service.ramp
             if slot == 0 and count is not None:
-                # Only the count is known, so only a lack of GPUs can show that it had to fall.
+                # Where only a count is known, and fewer GPUs are free than it says, it cannot be held to it.
                 idle = ((1 << total) - 1) & ~((board.busy[0] & ~now) | board.out[0])
-                lowest = min(lowest, _whole_replicas(problem, idle, replica).bit_count())
+                if _whole_replicas(problem, idle, replica).bit_count() < count:
+                    lowest = 0
         if count is not None and not lowest <= len(gpus) <= count + service.ramp:
             broken.append(
                 f"{who}: from {count} to {len(gpus)} GPUs at slot {slot}, its ramp is {service.ramp}"

@@ -56,7 +56,7 @@ def plan_fast(problem: Problem, seed: int, iterations: int | None, time_limit: f
     best, won, most = _pack(layout, tasks, held, _affordable(layout, tasks), until)
     price = marginal_price(tasks, layout.free.bit_count() - sum([sum(service.counts) for service in held]))
     may_pay = price > 0 and _may_pay(held, price)
-    if best.objective < most - _DUST or may_pay:
+    if best.objective < most - _DUST or may_pay or any([service.shortage for service in held]):
         if may_pay:
             best = _try_leaner(best, price, won, until)
         steps = _default_steps(layout, tasks) if iterations is None else iterations
@@ -148,7 +148,7 @@ def _meet_shortage(schedule: Schedule) -> Schedule:
         if not held.shortage:
             continue
         fuller = hold(layout, schedule.packing.free | held.cells, held.service, 0)
-        if fuller.cost < held.cost - _DUST:
+        if fuller.allowed and fuller.cost < held.cost - _DUST:
             everyone = [fuller if k == at else other for k, other in enumerate(schedule.held)]
             raised = Schedule(layout, schedule.tasks, everyone)
             inside = [task for task in schedule.tasks if schedule.packing.cells[task.index]]

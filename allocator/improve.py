@@ -197,6 +197,8 @@ class _Search:
         for service in old.held:
             if service.cells & block:
                 moved = hold(layout, free, service.service, 0)
+                if not moved.allowed:
+                    return False
                 free &= ~moved.cells
                 held.append(moved)
             else:

@@ -35,12 +35,16 @@ _TIE = 1e-6  # a price so small that it only decides between equal plans: hold l
 
 
 class Held:
-    """What a service holds: a mask of GPUs for each slot, the counts, and what is missing."""
+    """What a service holds: a mask of GPUs for each slot, the counts, what is missing, and whether it is allowed.
 
-    __slots__ = ("cells", "counts", "missing", "rows", "service", "shortage")
+    It is not when GPUs that another service takes make it fall by more than its ramp.
+    """
 
-    def __init__(self, service: Service, rows: list[int], layout: Layout) -> None:
+    __slots__ = ("allowed", "cells", "counts", "missing", "rows", "service", "shortage")
+
+    def __init__(self, service: Service, rows: list[int], layout: Layout, allowed: bool) -> None:
         self.service = service
+        self.allowed = allowed
         self.rows = rows
         self.counts = [row.bit_count() for row in rows]
         self.missing = _missing(service, self.counts)
@@ -61,40 +65,74 @@ def hold(layout: Layout, free: int, service: Service, price: float) -> Held:
     return hold_counts(layout, free, service, partial(choose_counts, service, price))
 
 
-def hold_counts(layout: Layout, free: int, service: Service, choose: Chooser) -> Held:
-    """The same for any way to choose the counts: ``choose(caps, lost, start)``, see ``choose_counts``."""
-    slots, replica = layout.horizon, service.gpus_per_replica
-    stride, row = layout.gpus, layout.row
+def hold_counts(layout: Layout, free: int, service: Service, choose: Chooser, kept: int = 0) -> Held:
+    """The same for any way to choose the counts: ``choose(caps, lost, start)``, see ``choose_counts``.
+
+    Args:
+        kept: cells, free ones, that the service may hold whatever others take later, see ``kept_cells``.
+    """
+    slots, stride, row = layout.horizon, layout.gpus, layout.row
     rows = [(free >> (slot * stride)) & row for slot in range(slots)] if free != layout.all else [row] * slots
+    held = _hold(layout, service, rows, choose)
+    if not held.allowed:
+        # Only GPUs that no other service takes later, and those that were kept for this one.
+        steady = row
+        for slot in range(slots - 1, -1, -1):
+            beyond = ~(layout.free >> (slot * stride)) & row
+            steady &= rows[slot] | beyond
+            rows[slot] &= steady | kept >> (slot * stride)
+        held = _hold(layout, service, rows, choose)
+    return held
+
+
+def _hold(layout: Layout, service: Service, rows: list[int], choose: Chooser) -> Held:
+    """Choose counts for these free GPUs of each slot until they can be held."""
+    slots, replica, stride, row = layout.horizon, service.gpus_per_replica, layout.gpus, layout.row
+    whole = layout.free == layout.all
+    reach = [row] * slots if whole else [(layout.free >> (slot * stride)) & row for slot in range(slots)]
     out = [(layout.out >> (slot * stride)) & row for slot in range(slots)] if layout.out else [0] * slots
     begin = _Start(layout, service, rows[0], out[0])
     caps = [available.bit_count() // replica for available in rows]
     if begin.shrink_only:
         caps[0] = min(caps[0], len(begin.held))
+    # What becomes unavailable may be what the service holds: then it falls by more than its ramp.
     lost = [0] * slots
+    if not whole:
+        for slot in range(1, slots):
+            if gone := reach[slot - 1] & ~reach[slot]:
+                lost[slot] = -(-gone.bit_count() // replica)
     for _ in range(_ROUNDS):
         counts = choose(caps, lost, begin.count)
-        held, slot, losses = _give(layout, service, rows, out, counts, begin)
+        held, slot, losses, allowed = _give(layout, service, rows, (reach, out), counts, begin)
         if slot < 0:
             break
         reached = held[slot].bit_count() // replica
-        if reached < caps[slot]:
+        if reached < counts[slot]:
             caps[slot] = reached
-        elif losses <= lost[slot]:
+        elif losses < lost[slot]:
+            lost[slot] = losses
+        else:
             break
-        lost[slot] = max(lost[slot], losses)
-    return Held(service, held, layout)
+    return Held(service, held, layout, allowed)
 
 
-def kept_cells(layout: Layout, service: Service, choose: Chooser) -> int:
-    """The cells that a service goes on holding of what it holds now, were it alone in the cluster."""
-    if not isinstance(service.current, tuple) or not service.current:
+def kept_cells(layout: Layout, free: int, service: Service, choose: Chooser) -> int:
+    """The cells that a service goes on holding of what it holds now, were it alone among the free cells.
+
+    Where only the count is known, any free GPUs stand for those that it holds.
+    """
+    if service.current is None:
         return 0
     stride, unit, kept = layout.gpus, service.gpus_per_replica, 0
-    rows = [(layout.free >> (slot * stride)) & layout.row for slot in range(layout.horizon)]
-    stack = layout.replicas(sum([1 << gpu for gpu in service.current]), unit)[::-1]
+    rows = [(free >> (slot * stride)) & layout.row for slot in range(layout.horizon)]
+    if isinstance(service.current, int):
+        start = service.current // unit
+        stack = layout.replicas(rows[0], unit)[::-1][:start]
+    else:
+        stack = layout.replicas(sum([1 << gpu for gpu in service.current]), unit)[::-1]
+        start = len(stack)
     caps = [row.bit_count() // unit for row in rows]
-    for slot, count in enumerate(choose(caps, [0] * len(caps), len(stack))):
+    for slot, count in enumerate(choose(caps, [0] * len(caps), start)):
         stack = [replica for replica in stack if not replica & ~rows[slot]][:count]
         kept |= sum(stack) << (slot * stride)
     return kept
@@ -202,7 +240,7 @@ class _Start:
 
     def __init__(self, layout: Layout, service: Service, free: int, out: int) -> None:
         self.held: list[int] = []
-        self.shrink_only = False  # a running job sits on one of its GPUs: no other may be added in slot 0
+        self.shrink_only = False  # one of its GPUs is taken: no other may be added in slot 0
         if service.current is None:
             self.count: int | None = None
         elif isinstance(service.current, int):
@@ -215,31 +253,47 @@ class _Start:
             alive = [replica for replica in whole if not replica & out]
             self.held = [replica for replica in alive if not replica & ~free]
             self.shrink_only = len(self.held) < len(alive)
-            self.count = len(self.held)
+            # What another service was given is left in the usual way, within the ramp; running jobs force it.
+            in_reach = layout.free & layout.row
+            self.count = len([replica for replica in alive if not replica & ~in_reach])
 
 
 def _give(
-    layout: Layout, service: Service, rows: list[int], out: list[int], counts: list[int], begin: _Start
-) -> tuple[list[int], int, int]:
+    layout: Layout,
+    service: Service,
+    rows: list[int],
+    physical: tuple[list[int], list[int]],
+    counts: list[int],
+    begin: _Start,
+) -> tuple[list[int], int, int, bool]:
     """Give GPUs slot by slot.
 
+    Args:
+        rows: the GPUs that are free in each slot.
+        physical: the GPUs without running jobs and holes, and those in holes.
+
     Returns:
-        the mask of each slot, the first slot whose count was not reached (or -1), and the replicas lost there.
+        the mask of each slot; the first slot whose count was not reached (or -1), and the replicas that running
+        jobs and holes took there; whether the count never fell by more than that and the ramp.
     """
     unit, ramp = service.gpus_per_replica, service.ramp // service.gpus_per_replica
+    reach, out = physical
     stack = begin.held[::-1]  # lowest-numbered last: it goes first
     mask = sum(stack)
     held: list[int] = []
-    missed, losses = -1, 0
-    base = len(stack) if isinstance(service.current, tuple) else begin.count
+    missed, losses, allowed = -1, 0, True
+    base = begin.count
+    guessed = isinstance(service.current, int)
     for slot, target in enumerate(counts):
-        have, may_grow = len(stack), slot > 0 or not begin.shrink_only
+        lost, may_grow = 0, slot > 0 or not begin.shrink_only
         if mask & ~rows[slot]:
             gone = [replica for replica in stack if replica & ~rows[slot]]
             may_grow = may_grow and all([replica & out[slot] for replica in gone])
             stack = [replica for replica in stack if not replica & ~rows[slot]]
-            have -= len(gone)
-            base = have
+            lost = len([replica for replica in gone if replica & ~reach[slot]])
+            if base is not None:
+                base -= lost
+        have = len(stack)
         wanted = target if base is None else min(max(target, base - ramp), base + ramp)
         if wanted != have:
             if wanted < have:
@@ -249,9 +303,11 @@ def _give(
         mask = sum(stack)
         held.append(mask)
         if missed < 0 and len(stack) != target:
-            missed, losses = slot, base - have if base is not None and base > have else 0
+            missed, losses = slot, lost
+        if base is not None and len(stack) < base - ramp and (slot or not guessed):
+            allowed = False
         base = len(stack)
-    return held, missed, losses
+    return held, missed, losses, allowed
 
 
 def _grow(

@@ -88,13 +88,13 @@ def serve(layout: Layout, chooser: Callable[[Service], Chooser]) -> list[Held]:
     if len(services) == 1:
         return [hold_counts(layout, layout.free, services[0], chooser(services[0]))]
     ranked = sorted(services, key=lambda service: -service.penalty)
-    kept = [kept_cells(layout, service, chooser(service)) for service in ranked]
+    kept: dict[str, int] = {}
     free, held = layout.free, []
-    for at, service in enumerate(ranked):
-        others = 0
-        for cells in kept[at + 1 :]:
-            others |= cells
-        got = hold_counts(layout, free & ~others, service, chooser(service))
+    for service in sorted(ranked, key=lambda service: isinstance(service.current, int)):
+        kept[service.service] = kept_cells(layout, free & ~sum(kept.values()), service, chooser(service))
+    for service in ranked:
+        own = kept.pop(service.service)
+        got = hold_counts(layout, free & ~sum(kept.values()), service, chooser(service), own)
         held.append(got)
         free &= ~got.cells
     return held
