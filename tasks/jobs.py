@@ -143,13 +143,12 @@ def misfit(job: Job, cluster: Cluster) -> str | None:
 
 def occurrences(schedule: str, after: datetime, until: datetime, zone: str) -> list[datetime]:
     """The instants of a cron schedule in (after, until]; its fields are read in `zone`."""
-    # From a start within the hour that autumn repeats, CronSim gives what has been a second time.
-    start = after - timedelta(hours=3)
     found: list[datetime] = []
-    for local in CronSim(schedule, start.astimezone(ZoneInfo(zone))):
+    for local in CronSim(schedule, after.astimezone(ZoneInfo(zone))):
         instant = local.astimezone(UTC)
         if instant > until:
             break
+        # From within the hour that autumn repeats, CronSim gives what has been a second time.
         if instant > (found[-1] if found else after):
             found.append(instant)
     return found
