@@ -25,7 +25,7 @@ from tasks.storage import exists
 
 @dataclass
 class Runs:
-    """Remembers the flow runs that dispatch asked for: one for each key, as Prefect's idempotency keys give."""
+    """Remembers the flow runs that dispatch asked for: one for each key, as Prefect gives."""
 
     made: dict[str, dict[str, Any]] = field(default_factory=dict)
     asked: int = 0
