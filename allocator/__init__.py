@@ -61,7 +61,7 @@ def solve(
     time_limit: float | None = None,
     bound: bool = False,
 ) -> Plan:
-    """Plan a problem in one of the modes fast, full, fifo, backfill, greedy: see ``allocator.solver.solve``."""
+    """Plan a problem in a mode (fast, full, fifo, backfill, greedy): see ``allocator.solver.solve``."""
     from allocator.solver import solve as run
 
     return run(problem, mode, seed=seed, iterations=iterations, time_limit=time_limit, bound=bound)

@@ -1,15 +1,16 @@
 """The policies that every comparison is made with: fifo, backfill and greedy.
 
 They see the same problem as the solvers and keep the same rules. In all three, services hold the
-highest-numbered GPUs and jobs take the first block that fits. With demand quantiles they plan for the highest one, as
-a team does that sizes its service for the worst day it expects.
+highest-numbered GPUs and jobs take the first block that fits. With demand quantiles they plan for the
+highest one, as a team does that sizes its service for the worst day it expects.
 
-* ``fifo`` holds each service's peak of the horizon in every slot, climbing to it at the ramp, and starts jobs
-  strictly in the order of the queue: none before one that came earlier. A job that can no longer be placed
-  is passed over.
-* ``backfill`` holds the same, takes jobs by priority (raised by ageing, where the problem has it), each as early as
-  it fits; a lower job goes ahead where it delays no higher one.
-* ``greedy`` is backfill with only what the demand needs at each time and what the ramp needs before and after.
+* ``fifo`` holds each service's peak of the horizon in every slot, climbing to it at the ramp, and starts
+  jobs strictly in the order of the queue: none before one that came earlier. A job that can no longer be
+  placed is passed over.
+* ``backfill`` holds the same, takes jobs by priority (raised by ageing, where the problem has it), each as
+  early as it fits; a lower job goes ahead where it delays no higher one.
+* ``greedy`` is backfill with only what the demand needs at each time and what the ramp needs before and
+  after.
 """
 
 from __future__ import annotations

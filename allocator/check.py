@@ -43,7 +43,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Slack:
-    """What a finished plan has none of: jobs that could start earlier, GPU-slots that a service need not hold."""
+    """What a finished plan has none of: jobs that could start earlier, GPU-slots that no service needs."""
 
     postponed: int
     held_idle: int
@@ -405,7 +405,7 @@ def _replica_start(problem: Problem, whole: int, gpu: int, replica: int) -> int:
 
 
 def _held_idle(board: _Board, service: Service, row: ServicePlan) -> int:
-    """GPU-slots that could be given back, a replica at a time, without missing demand or breaking the ramp."""
+    """GPU-slots that could be given back, a replica at a time, with demand met and the ramp kept."""
     counts = [len(gpus) for gpus in row.gpus]
     if service.current is None:
         before: int | None = None

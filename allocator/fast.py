@@ -1,15 +1,18 @@
 """Fast mode: the best plan that a millisecond or two can find.
 
-Services first follow their demand. Jobs are then packed by several recipes (see ``orders``) and the best packing is
-kept; where real-time GPUs cost more than the batch work they displace would earn, levels chosen at the price
-of that work are tried as well. What is left of the budget goes into local search. In the end shortage is met with GPUs
-that stayed idle, and every job is moved as early as it can go, the most valuable first.
+Services first follow their demand. Jobs are then packed by several recipes (see ``orders``) and the best
+packing is kept; where real-time GPUs cost more than the batch work they displace would earn, levels chosen
+at the price of that work are tried as well. What is left of the budget goes into local search. In the end
+shortage is met with GPUs that stayed idle, and every job is moved as early as it can go, the most valuable
+first.
 
-The invariant: the plan is never worth less than fifo, backfill or greedy, because they are among what is tried, unless a
-ceiling on what their reservations leave room for shows that they cannot win. The cost of the choice: the
-levels of services are chosen by price and not together with the packing; full mode does both at once.
+The invariant: the plan is never worth less than fifo, backfill or greedy, because they are among what is
+tried, unless a ceiling on what their reservations leave room for shows that they cannot win. The cost of
+the choice: the levels of services are chosen by price and not together with the packing; full mode does
+both at once.
 
-The budget is counted in steps, so that a plan depends on the problem and the seed alone; time is only a cap.
+The budget is counted in steps, so that a plan depends on the problem and the seed alone; time is only a
+cap.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ def plan_fast(problem: Problem, seed: int, iterations: int | None, time_limit: f
     best, won, most = _pack(layout, tasks, held, _affordable(layout, tasks), until)
     price = marginal_price(tasks, layout.free.bit_count() - sum([sum(service.counts) for service in held]))
     may_pay = price > 0 and _may_pay(held, price)
-    if best.objective < most - _DUST or may_pay or any([service.shortage for service in held]):
+    if best.objective < most - _DUST or may_pay or any(service.shortage for service in held):
         if may_pay:
             best = _try_leaner(best, price, won, until)
         steps = _default_steps(layout, tasks) if iterations is None else iterations
@@ -86,7 +89,7 @@ def _try_leaner(best: Schedule, price: float, won: Recipe, until: float | None) 
 
 
 def _may_pay(held: list[Held], price: float) -> bool:
-    """Whether holding less could pay: not where every GPU-slot meets demand that costs more than the price."""
+    """Whether holding less could pay: not where every GPU-slot meets demand that is dearer than the price."""
     return any(
         service.service.demand is None
         or service.service.penalty <= price
@@ -114,8 +117,8 @@ def _pack(
     """The best packing of some recipes and of the order by priority.
 
     Returns:
-        the schedule, the recipe that made it (the first of all when it was the priority), and an objective that
-        no packing exceeds with these levels.
+        the schedule, the recipe that made it (the first of all when it was the priority), and an objective
+        that no packing exceeds with these levels.
     """
     best, won = Schedule(layout, tasks, held), recipes[0]
     capacity = (best.packing.free & ((1 << (layout.gpus * layout.horizon)) - 1)).bit_count()

@@ -1,9 +1,10 @@
 """Early placement in a large grid: look only near the slot where the last job of the same shape went.
 
-While an order is packed, cells only get taken, so the earliest start of a shape never moves back. The slot found for
-a shape is kept as its frontier, and the next job of that shape looks at a window of a few slots from there; if
-nothing fits, at the next and wider one. The invariant: the result is the same as that of a look at the whole grid.
-The cost: bookkeeping that pays only when an operation on the whole grid takes microseconds.
+While an order is packed, cells only get taken, so the earliest start of a shape never moves back. The slot
+found for a shape is kept as its frontier, and the next job of that shape looks at a window of a few slots
+from there; if nothing fits, at the next and wider one. The invariant: the result is the same as that of a
+look at the whole grid. The cost: bookkeeping that pays only when an operation on the whole grid takes
+microseconds.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Frontier:
         """The first window of slots in which the option fits.
 
         Returns:
-            its first slot, the cells in it that stay free for the job's slots, and those where it may begin; both
-            counted from that slot, the last is 0 when it fits nowhere.
+            its first slot, the cells in it that stay free for the job's slots, and those where it may begin;
+            both counted from that slot, the last is 0 when it fits nowhere.
         """
         stride, shape = self.stride, (option.gpus, option.slots)
         first = max(earliest, self.by_option.get(option, option.first), self.by_shape.get(shape, 0))

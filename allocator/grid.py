@@ -32,7 +32,7 @@ class Option:
     Attributes:
         gpus, slots: the block; for a gang ``gpus`` is the sum over its nodes.
         cells: ``gpus × slots``.
-        time_shifts, width_shifts: the shifts that leave the cells where a block (of a gang: a node) may begin.
+        time_shifts, width_shifts: shifts that leave the cells where a block (of a gang: a node) may begin.
         starts: the cells it may begin in: release, deadline, horizon, node boundaries, types.
         shape: the block as a mask with its first cell at bit 0.
         edge: positions in a row whose block ends where its node ends.
@@ -129,7 +129,7 @@ class Task:
 
 
 class Layout:
-    """What follows from the nodes, the horizon and the holes: strides, masks and the free cells at the start."""
+    """What follows from nodes, horizon and holes: strides, masks and the free cells at the start."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -209,7 +209,7 @@ class Layout:
         return window & self.positions(width, (), None)[0]
 
     def replicas(self, mask: int, width: int) -> list[int]:
-        """The blocks of one node, ``width`` wide, that a set of GPUs is made of, from the lowest; the rest is left."""
+        """Blocks of one node, ``width`` wide, in a set of GPUs, from the lowest; the rest is left."""
         found, ones = [], (1 << width) - 1
         while begins := self.block_starts(mask, width):
             block = ones * (begins & -begins)

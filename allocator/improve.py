@@ -1,13 +1,14 @@
 """Local search on a schedule: make room for a job that is out by taking others out, and put back what fits.
 
-A step picks a job that is out and, of a few chance places for it, the one where the least worth stands in the way.
-What stands there is taken out and finds new places where it can; then all others that are out try the gaps.
-The step stands when the plan is worth no less than before: equal ones are kept because they walk off plateaus.
-Now and then the place may be one that a service holds: then the service is given other GPUs, or fewer when
-the job is worth more than what the service lacks, as with a narrow burst in the way of a long wide job.
+A step picks a job that is out and, of a few chance places for it, the one where the least worth stands in
+the way. What stands there is taken out and finds new places where it can; then all others that are out try
+the gaps. The step stands when the plan is worth no less than before: equal ones are kept because they walk
+off plateaus. Now and then the place may be one that a service holds: then the service is given other GPUs,
+or fewer when the job is worth more than what the service lacks, as with a narrow burst in the way of a
+long wide job.
 
-The invariant: the schedule is never worth less than when it came in. The cost of the choice: chance; the same
-seed gives the same plan. The budget grows while steps succeed, so an easy problem costs little.
+The invariant: the schedule is never worth less than when it came in. The cost of the choice: chance; the
+same seed gives the same plan. The budget grows while steps succeed, so an easy problem costs little.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class _Search:
         return cells
 
     def _best_place(self, option: Option, where: int, move_service: bool) -> tuple[list[Task], int, float]:
-        """Of some chance places the one with the least worth in the way: those jobs, the first cell, the loss."""
+        """Of some chance places the one with least worth in the way: those jobs, the first cell, the loss."""
         random, cells, inside = self.random, self.schedule.packing.cells, self.inside
         size, least = where.bit_length(), -1.0
         for _ in range(_CANDIDATES):

@@ -1,11 +1,11 @@
 """Orders in which jobs are packed: choose what, then pack the large first.
 
 Placing jobs by worth per cell fills the best slots with small valuable jobs and leaves no room for wide
-ones; placing wide jobs first spends the room on work of little worth. So a recipe does it in two steps: take jobs
-by worth until they would fill a share of the free cells, then pack those that were taken with the wide, the long or the
-urgent first, and give the rest what is left. The share leaves room for what does not fit together; no one share
-and no one order is best for all problems, hence several recipes and the best packing kept. What they reach
-together was measured on random problems of seven families.
+ones; placing wide jobs first spends the room on work of little worth. So a recipe does it in two steps:
+take jobs by worth until they would fill a share of the free cells, then pack those that were taken with
+the wide, the long or the urgent first, and give the rest what is left. The share leaves room for what does
+not fit together; no one share and no one order is best for all problems, hence several recipes and the
+best packing kept. What they reach together was measured on random problems of seven families.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Jobs in the grid: the earliest free block for each job of an order, and taking jobs out again.
 
-A packing is what the search changes: the free cells, where each job is, and what the jobs are worth together.
-The invariant: the cells of placed jobs, the free cells and what was taken from the start never overlap and
-together are the grid, so a packing that was only changed through its methods keeps every rule.
+A packing is what the search changes: the free cells, where each job is, and what the jobs are worth
+together. The invariant: the cells of placed jobs, the free cells and what was taken from the start never
+overlap and together are the grid, so a packing that was only changed through its methods keeps every rule.
 
-A job goes to the earliest slot where it fits. Among the blocks of that slot it takes one that touches other work, the
-border of its node, or best both, so that the runs of free GPUs that remain stay wide. The cost of the choice:
-a job never waits although a later start may leave more room; the order in which jobs come, and
-``improve``, have to make up for it.
+A job goes to the earliest slot where it fits. Among the blocks of that slot it takes one that touches
+other work, the border of its node, or best both, so that the runs of free GPUs that remain stay wide. The
+cost of the choice: a job does not wait for a better fit; the order in which jobs
+come, and ``improve``, have to make up for it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Packing:
             side: which block of that slot: FIRST takes the lowest; LOW and HIGH the lowest and the highest of
                 those that fit snugly.
             late: at its latest start instead.
-            column: on the GPU at that side where it fits at all, and only then at its earliest (latest) start.
+            column: on the GPU at that side where it fits at all, only then at its earliest (latest) start.
             queue: none starts before one that came earlier in the order.
         """
         layout, quota, horizon = self.layout, self.quota, self.layout.horizon
@@ -85,7 +85,7 @@ class Packing:
                 key = option if quota is None else (option, task.job.tenant)
                 if option.cells > room or key in failed:
                     continue
-                if walls and not option.gang and any([gpus >= w and slots >= d for w, d in walls]):
+                if walls and not option.gang and any([gpus >= w and slots >= d for w, d in walls]):  # noqa: C419 - quicker
                     continue
                 if quota is not None:
                     open_cells = quota.open(task, gpus, slots)
@@ -179,7 +179,7 @@ class Packing:
             self.quota.take(task, option.gpus, start, option.slots)
 
     def advance(self, order: Iterable[Task]) -> bool:
-        """Move each job that is in to the earliest start its option has with all others fixed. Whether any moved."""
+        """Move each job to the earliest start its option has with all others fixed; whether any moved."""
         stride, moved = self.layout.gpus, False
         for task in order:
             block = self.cells[task.index]

@@ -40,7 +40,7 @@ class ServicePlan:
 
 @dataclass(frozen=True, slots=True)
 class Unplaced:
-    """A job that the plan leaves out, why, and the earliest start it could get (None: none, or not sought)."""
+    """A job that the plan leaves out, why, and the earliest start it could get (None: none or not sought)."""
 
     job: str
     reason: str

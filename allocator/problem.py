@@ -201,7 +201,7 @@ class Job:
             and self.waited >= 0
         ):
             self._check_fields()
-        if self.running is not None and not any([c.gpus == len(self.running.gpus) for c in self.choices]):
+        if self.running is not None and not any(c.gpus == len(self.running.gpus) for c in self.choices):
             widths = " or ".join([str(c.gpus) for c in self.choices])
             raise ProblemError(
                 f"job {self.id}: running: holds {len(self.running.gpus)} GPUs; expected {widths}"
@@ -308,7 +308,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """GPUs out of service from slot ``start`` up to, not including, ``end`` (``from`` and ``to`` in a file)."""
+    """GPUs out of service from slot ``start`` to before ``end`` (``from`` and ``to`` in a file)."""
 
     gpus: tuple[int, ...]
     start: int
@@ -475,7 +475,7 @@ class Problem:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Problem:
-        """Build a problem from what a YAML file holds; unknown keys are errors that name the nearest known."""
+        """Build a problem from what a YAML file holds; an unknown key is an error."""
         from allocator.reading import problem_from_dict
 
         return problem_from_dict(data)

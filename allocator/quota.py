@@ -1,9 +1,10 @@
 """Rules about who may use how many GPUs: the guarantees of tenants and reservations.
 
-Both limit, for a job that would start, in which slots another so many GPUs are allowed. ``Quota`` keeps the room of
-each slot while a plan is built and answers with the cells that are open to a job; the packing then sees the
-others as taken. Room is one integer for all slots, with a field for each as wide as a row of the grid: one
-subtraction tests every slot, and the bit that remains in each field is stretched to the row of cells.
+Both limit, for a job that would start, in which slots another so many GPUs are allowed. ``Quota`` keeps
+the room of each slot while a plan is built and answers with the cells that are open to a job; the packing
+then sees the others as taken. Room is one integer for all slots, with a field for each as wide as a row of
+the grid: one subtraction tests every slot, and the bit that remains in each field is stretched to the row
+of cells.
 
 The invariant: taking a job in slots that were open to it never breaks a rule for a job that was placed
 before (what is checked for a job covers all that others are checked for), so only the job that comes is
@@ -73,7 +74,7 @@ class Quota:
                 self.room[owner] = room
 
     def _share(self, tenant: str | None, slots: int) -> str | None:
-        """The share a job counts against: a tenant's, None for the common one, '' when it borrows or none exist."""
+        """The share a job counts against: a tenant's, None for the common one, '' for none."""
         if not self.left:
             return ""
         borrow = self.borrow.get(tenant or "")

@@ -89,17 +89,17 @@ def problem_to_dict(problem: Problem) -> dict[str, Any]:
 
 
 _PROBLEM_KEYS = frozenset(
-    ("name", "slot_minutes", "slots", "open_end", "nodes", "realtime", "jobs", "unavailable", "reservations")
-    + ("tenants", "ageing_per_slot", "move_cost")
+    {"name", "slot_minutes", "slots", "open_end", "nodes", "realtime", "jobs", "unavailable", "reservations"}
+    | {"tenants", "ageing_per_slot", "move_cost"}
 )
 _NODE_KEYS = frozenset(("name", "gpus", "gpu", "domain"))
 _SERVICE_KEYS = frozenset(
-    ("service", "demand", "demand_quantiles", "ramp", "priority", "shortage_penalty", "current")
-    + ("gpus_per_replica",)
+    {"service", "demand", "demand_quantiles", "ramp", "priority", "shortage_penalty", "current"}
+    | {"gpus_per_replica"}
 )
 _JOB_KEYS = frozenset(
-    ("id", "kind", "gpus", "slots", "choices", "priority", "value", "release", "deadline", "tenant")
-    + ("gpu_types", "running", "waited", "announced")
+    {"id", "kind", "gpus", "slots", "choices", "priority", "value", "release", "deadline", "tenant"}
+    | {"gpu_types", "running", "waited", "announced"}
 )
 _CHOICE_KEYS = frozenset(("gpus", "slots"))
 _PLACE_KEYS = frozenset(("start", "gpus"))

@@ -1,15 +1,16 @@
 """Real-time services: how many GPUs each holds in each slot, and which.
 
-The count is chosen first. Cost falls with each GPU held (the shortage, convex in the count) and rises with the
-price of a GPU-slot, what the batch work displaced by it would earn; counts of neighbouring slots differ by the ramp
-at most. Such a problem is solved exactly, slot by slot: the cheapest way to hold n GPUs stays a convex function
-of n, and "at most the ramp away" only stretches it around its minimum. At price 0 this gives the lowest counts
-that follow the demand, rising before a steep burst and falling after it; at a price, a narrow burst may not be
-followed to its top.
+The count is chosen first. Cost falls with each GPU held (the shortage, convex in the count) and rises with
+the price of a GPU-slot, what the batch work displaced by it would earn; counts of neighbouring slots
+differ by the ramp at most. Such a problem is solved exactly, slot by slot: the cheapest way to hold n GPUs
+stays a convex function of n, and "at most the ramp away" only stretches it around its minimum. At price 0
+this gives the lowest counts that follow the demand, rising before a steep burst and falling after it; at a
+price, a narrow burst may not be followed to its top.
 
-Then GPUs are given, in replicas: those needed longest get the highest-numbered GPUs that stay free as long as
-they are needed, and what came last goes first. So the set only grows while the count rises and only shrinks
-while it falls. A GPU that fails is replaced within the ramp; one that a committed job takes over is left.
+Then GPUs are given, in replicas: those needed longest get the highest-numbered GPUs that stay free as long
+as they are needed, and what came last goes first. So the set only grows while the count rises and only
+shrinks while it falls. A GPU that fails is replaced within the ramp; one that a committed job takes over
+is left.
 
 The cost of the choice: counts are fixed before GPUs are. Where holes leave no GPU free for as long as
 needed, the count found to be out of reach is capped and chosen again.
@@ -35,9 +36,9 @@ _TIE = 1e-6  # a price so small that it only decides between equal plans: hold l
 
 
 class Held:
-    """What a service holds: a mask of GPUs for each slot, the counts, what is missing, and whether it is allowed.
+    """What a service holds: a mask of GPUs for each slot, the counts, and what is missing.
 
-    It is not when GPUs that another service takes make it fall by more than its ramp.
+    It is not ``allowed`` when GPUs that another service takes make it fall by more than its ramp.
     """
 
     __slots__ = ("allowed", "cells", "counts", "missing", "rows", "service", "shortage")
@@ -273,8 +274,8 @@ def _give(
         physical: the GPUs without running jobs and holes, and those in holes.
 
     Returns:
-        the mask of each slot; the first slot whose count was not reached (or -1), and the replicas that running
-        jobs and holes took there; whether the count never fell by more than that and the ramp.
+        the mask of each slot; the first slot whose count was not reached (or -1), and the replicas that
+        running jobs and holes took there; whether the count never fell by more than that and the ramp.
     """
     unit, ramp = service.gpus_per_replica, service.ramp // service.gpus_per_replica
     reach, out = physical
@@ -288,7 +289,7 @@ def _give(
         lost, may_grow = 0, slot > 0 or not begin.shrink_only
         if mask & ~rows[slot]:
             gone = [replica for replica in stack if replica & ~rows[slot]]
-            may_grow = may_grow and all([replica & out[slot] for replica in gone])
+            may_grow = may_grow and all(replica & out[slot] for replica in gone)
             stack = [replica for replica in stack if not replica & ~rows[slot]]
             lost = len([replica for replica in gone if replica & ~reach[slot]])
             if base is not None:
@@ -355,7 +356,7 @@ def _shrink(rows: list[int], slot: int, excess: int, stack: list[int]) -> None:
     lasting = rows[slot]
     for row in rows[slot + 1 :]:
         lasting &= row
-    if all([not replica & ~lasting for replica in stack]):
+    if all(not replica & ~lasting for replica in stack):
         del stack[len(stack) - excess :]
         return
     until = [_free_until(rows, slot, replica) for replica in stack]

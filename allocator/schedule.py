@@ -1,8 +1,9 @@
 """A schedule: services and jobs in the grid, as solvers build them, and the plan that is made of it.
 
-The invariant: a schedule is only built from free cells, services first, so it keeps every rule; the check that
-ends each solve only guards against mistakes here. Services come first because a missing real-time GPU
-costs many times what batch work earns; what they hold at which price of a GPU-slot is the solver's to choose.
+The invariant: a schedule is only built from free cells, services first, so it keeps every rule; the check
+that ends each solve only guards against mistakes here. Services come first because a missing real-time GPU
+costs many times what batch work earns; what they hold at which price of a GPU-slot is the solver's to
+choose.
 """
 
 from __future__ import annotations

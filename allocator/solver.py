@@ -1,8 +1,8 @@
 """Solve a planning problem: one entry for every mode, and the check that ends each solve.
 
-A mode is a row of a table. Full mode and bounds are loaded when first used, because they bring a solver library with
-them. The invariant: what is returned keeps every rule of ``check``; anything else is a mistake of ours and
-raises ``RuntimeError`` with the rule.
+A mode is a row of a table. Full mode and bounds are loaded when first used, because they bring a solver
+library with them. The invariant: what is returned keeps every rule of ``check``; anything else is a
+mistake of ours and raises ``RuntimeError`` with the rule.
 """
 
 from __future__ import annotations

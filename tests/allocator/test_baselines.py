@@ -65,7 +65,7 @@ def service(**fields: Any) -> dict[str, Any]:
     return {"service": "chat", "demand": [0, 0, 0, 3, 0, 0], "ramp": 2, "priority": 9, **fields}
 
 
-LEVELS = {
+LEVELS: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "fifo holds the peak in every slot": ("fifo", {}, [3, 3, 3, 3, 3, 3]),
     "backfill holds it too": ("backfill", {}, [3, 3, 3, 3, 3, 3]),
     "from what it has it climbs at the ramp": ("fifo", {"current": []}, [2, 3, 3, 3, 3, 3]),

@@ -245,7 +245,7 @@ def test_a_service_of_known_count_but_unknown_gpus_shrinks_when_they_are_not_the
     assert check(found, solve(found)) == []
 
 
-LARGE = {"gpus": 512, "jobs": 300, "node_gpus": 8}
+LARGE: dict[str, Any] = {"gpus": 512, "jobs": 300, "node_gpus": 8}
 
 
 def test_a_large_cluster_is_planned_by_the_same_rules() -> None:

@@ -23,7 +23,7 @@ quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCh
 def problems(draw: st.DrawFn) -> Problem:
     """Small problems with every part of the format, odd ones included."""
     slots = draw(st.integers(1, 8))
-    nodes = [
+    nodes: list[dict[str, Any]] = [
         {
             "name": f"n{k}",
             "gpus": draw(st.integers(1, 5)),
@@ -32,7 +32,7 @@ def problems(draw: st.DrawFn) -> Problem:
         }
         for k in range(draw(st.integers(1, 3)))
     ]
-    total = sum(node["gpus"] for node in nodes)
+    total = sum(int(node["gpus"]) for node in nodes)
     jobs: list[dict[str, Any]] = []
     busy: set[int] = set()
     for k in range(draw(st.integers(0, 8))):
