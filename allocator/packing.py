@@ -4,10 +4,10 @@ A packing is what the search changes: the free cells, where each job is, and wha
 together. The invariant: the cells of placed jobs, the free cells and what was taken from the start never
 overlap and together are the grid, so a packing that was only changed through its methods keeps every rule.
 
-A job goes to the earliest slot where it fits. Among the blocks of that slot it takes one that touches
-other work, the border of its node, or best both, so that the runs of free GPUs that remain stay wide. The
-cost of the choice: a job does not wait for a better fit; the order in which jobs
-come, and ``improve``, have to make up for it.
+A job goes to the earliest slot where it fits (or, as a recipe says, to the latest, or to one end of the
+cluster). Among the blocks of that slot it takes one that touches other work, the border of its node, or best
+both, so that the runs of free GPUs that remain stay wide. The cost of the choice: a job takes the place that
+is best for itself; the order in which jobs come, and ``improve``, have to make up for it.
 """
 
 from __future__ import annotations
