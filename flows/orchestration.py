@@ -1,6 +1,7 @@
 """What Slotwise asks of Prefect: flow runs for ranks, and a replan when a run has ended."""
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -48,11 +49,15 @@ def run_maker(client: SyncPrefectClient, site: Site) -> "Callable[[dict[str, Any
     return ensure_run
 
 
-def request_replan(key: str) -> None:
-    """Ask for a replan, once for each key."""
+def request_replan(now: datetime) -> None:
+    """Ask for a replan within ten seconds; all who ask within the same ten seconds share one."""
+    moment = datetime.fromtimestamp((int(now.timestamp()) // 10 + 1) * 10, UTC)
     with get_client(sync_client=True) as client:
-        deployment = client.read_deployment_by_name(REPLAN)
-        client.create_flow_run_from_deployment(deployment.id, idempotency_key=key)
+        client.create_flow_run_from_deployment(
+            client.read_deployment_by_name(REPLAN).id,
+            state=Scheduled(scheduled_time=moment),
+            idempotency_key=f"requested/{moment.isoformat()}",
+        )
 
 
 def is_cancelling(flow_run_id: str) -> bool:

@@ -14,6 +14,7 @@ from prefect.artifacts import create_table_artifact
 from prefect.states import Completed, Failed
 
 from flows.orchestration import is_cancelling, request_replan
+from tasks import instants
 from tasks.facts import FactError
 from tasks.runner import Order, Outcome, read_order, run_rank
 from tasks.storage import StorageError
@@ -40,7 +41,7 @@ def _finish(order: Order, outcome: Outcome) -> Any:
     with contextlib.suppress(Exception):  # what people see must not undo what was done
         _show(order, outcome)
     with contextlib.suppress(Exception):  # the schedule replans anyway
-        request_replan(f"ended/{order.job}/{order.attempt}/{order.rank}")
+        request_replan(instants.now())
     if outcome.state == "completed":
         return Completed(message="completed")
     return Failed(message=f"{outcome.state}: {outcome.error}")
