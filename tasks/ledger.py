@@ -94,6 +94,24 @@ def publish(directory: Path) -> Path:
     return target
 
 
+def snapshot(directory: Path, storage: Storage) -> list[str]:
+    """Put the published copy's tables into storage as Parquet files, for readers elsewhere; their keys."""
+    with contextlib.ExitStack() as cleanup:
+        folder = directory / f".snapshot.{os.getpid()}"
+        folder.mkdir(parents=True, exist_ok=True)
+        cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
+        keys = []
+        with duckdb.connect(str(published_file(directory)), read_only=True) as connection:
+            for (table,) in connection.execute(
+                "SELECT table_name FROM duckdb_tables() ORDER BY ALL"
+            ).fetchall():
+                file = folder / f"{table}.parquet"
+                connection.execute(f"COPY {table} TO '{_quoted(file)}' (FORMAT parquet)")
+                keys.append(f"snapshots/{table}.parquet")
+                storage.upload(keys[-1], file)
+        return keys
+
+
 def rebuild(directory: Path, storage: Storage) -> TakenIn:
     """Make the database again from the facts alone, and publish it.
 

@@ -25,7 +25,7 @@ class Closed:
 
 
 def record(site: Site, now: datetime) -> list[Closed]:
-    """Close every planned slot that has ended, then publish the ledger's copy."""
+    """Close every planned slot that has ended, then publish the ledger's copy and its snapshots."""
     directory = ledger_directory(site)
     with ledger.open_ledger(directory) as connection:
         passed = ledger.rows(
@@ -54,6 +54,8 @@ def record(site: Site, now: datetime) -> list[Closed]:
         closed.append(Closed(plan["instant"], body))
     ledger.take_in(directory, site.storage, now.date())
     ledger.publish(directory)
+    if closed:
+        ledger.snapshot(directory, site.storage)
     return closed
 
 

@@ -1,10 +1,12 @@
 """Hours that follow one another, on real files and a real ledger: what is planned, kept, given back."""
 
+import io
 import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 
 from tasks import ledger
@@ -16,7 +18,7 @@ from tasks.inbox import request_cancel
 from tasks.instants import text
 from tasks.reconcile import lease_key
 from tasks.serving import target
-from tests.conftest import make_site
+from tests.conftest import MakeStorage, make_site
 from tests.tasks.planned_hours import Runs, answer, ask, begin, end, plan_hour, states, submit
 
 HOUR = datetime(2026, 12, 1, 6, tzinfo=UTC)
@@ -270,6 +272,29 @@ def test_the_ledger_equals_its_facts_after_several_hours(tmp_path: Path) -> None
     ledger.rebuild(ledger_directory(site), site.storage)
     after = ask(site, "FROM jobs ORDER BY job")
     assert [{**row, "wait_s": 0} for row in before] == [{**row, "wait_s": 0} for row in after]
+
+
+def test_hours_on_s3_are_as_hours_on_a_directory(tmp_path: Path, s3: MakeStorage) -> None:
+    site, runs = make_site(tmp_path, storage=s3().root, services=[CHAT], full_mode_seconds=0), Runs()
+    for hour in range(2):
+        at = HOUR + 60 * hour * MINUTE
+        answer(site, at)
+        submit(site, f"job{hour}", gpus=2)
+        plan_hour(site, at, runs)
+    assert states(site) == {"job0": "committed", "job1": "committed"}
+    assert set(runs.made) == {"job0/1/0", "job0/2/0", "job1/1/0"}  # job0 did not begin in its time
+    assert target(site.storage, "chat").gpus
+    assert ledger.verify(ledger_directory(site), site.storage) == []
+
+
+def test_the_tables_of_a_closed_hour_lie_in_storage_as_parquet(tmp_path: Path) -> None:
+    site, runs = make_site(tmp_path, full_mode_seconds=0), Runs()
+    for at in (HOUR, HOUR + 60 * MINUTE):
+        answer(site, at)
+        submit(site, f"job{at.hour}")
+        plan_hour(site, at, runs)
+    specs = pyarrow.parquet.read_table(io.BytesIO(site.storage.read("snapshots/specs.parquet")))
+    assert sorted(specs["job"].to_pylist()) == ["job6", "job7"]
 
 
 def test_every_committed_plan_passes_the_independent_check(tmp_path: Path) -> None:
