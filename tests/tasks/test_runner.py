@@ -419,6 +419,14 @@ def test_a_second_job_on_a_gpu_waits_for_the_first(place: Place) -> None:
     assert second.result() == "crashed"
 
 
+def test_the_program_itself_holds_the_locks_of_its_gpus(place: Place) -> None:
+    code = "import os; print(sorted(map(os.path.realpath, os.scandir('/proc/self/fd'))))"
+    runner = place.run(place.commit(python(code), gpus=(1, 2)))
+    assert runner.result() == "completed"
+    for gpu in (1, 2):
+        assert f"node0/gpus/{gpu}.lock'" in runner.output()
+
+
 def test_jobs_on_different_gpus_run_side_by_side(place: Place) -> None:
     for job, gpus in (("a", (0, 1)), ("b", (2, 3))):
         place.run(place.commit(stays(place, job), job, gpus=gpus), job)
