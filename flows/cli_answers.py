@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import date, datetime, timedelta
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo
 
@@ -112,6 +113,8 @@ def _plain(value: Any) -> Any:
             return value
         case float():
             return value if math.isfinite(value) else None
+        case Decimal():
+            return float(value)
         case datetime():
             return text(value) if value.tzinfo else value.isoformat()
         case date():

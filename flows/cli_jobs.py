@@ -226,9 +226,9 @@ def _refused(site: Site, job: str) -> dict[str, Any]:
         from tasks.ledger import rows
 
         with published(site) as connection:
-            query = "FROM rejections WHERE source = $1 OR starts_with(source, $1 || '-') OR "
-            query += "regexp_matches(error, 'id: ' || regexp_escape($1) || '( |$)') ORDER BY recorded_at DESC"
-            refused = rows(connection, query, [job.removesuffix(".yaml")])
+            query = "FROM rejections WHERE source IN ($1, $1 || '.yaml') OR starts_with(source, $1 || '-') "
+            query += "OR regexp_matches(error, 'id: ' || regexp_escape($1) || '( |$)') "
+            refused = rows(connection, query + "ORDER BY recorded_at DESC", [job])
         if refused:
             events = [{"at": each["recorded_at"], "what": each["error"]} for each in refused]
             return {"job": job, "state": "rejected", "reason": refused[0]["error"], "events": events}
@@ -275,7 +275,8 @@ def _events(
     for rank in attempts:
         who = f"attempt {rank['attempt']}" + (f" rank {rank['rank']}" if rank["ranks"] > 1 else "")
         what = f"{who} committed: from {at(rank['start_at'], zone)} on {_place(rank)}"
-        events.append({"at": rank["instant"], "what": what})
+        # A plan is named by the whole second in which it began; what it took in is a little younger.
+        events.append({"at": max(rank["instant"], spec["submitted_at"]), "what": what})
         if rank["started_at"] is not None:
             what = f"{who} was called off" if rank["void"] else f"{who} began"
             events.append({"at": rank["started_at"], "what": what})

@@ -7,6 +7,7 @@ neither Prefect nor torch: it costs a few tens of megabytes beside the worker's 
 
 import argparse
 import contextlib
+import ctypes
 import fcntl
 import logging
 import os
@@ -19,8 +20,8 @@ from pathlib import Path
 from types import FrameType
 
 from flows.server import ServerError, api_url, client_environment
-from tasks import die_with_parent
 from tasks.cluster import Site, load_site
+from tasks.die_with_parent import PR_SET_PDEATHSIG
 from tasks.nodes import lease_key, renew_lease
 from tasks.specfile import SpecError
 from tasks.storage import StorageError
@@ -44,8 +45,7 @@ def work(site: Site, node: str, url: str) -> int:
     directory.mkdir(parents=True, exist_ok=True)
     with _only_one(directory / "worker.lock", node):
         environment = client_environment(url) | {"SLOTWISE_NODE": node, "SLOTWISE_NODE_DIR": str(directory)}
-        command = [sys.executable, "-S", "-E", die_with_parent.__file__, str(os.getpid()), "0"]
-        command += [sys.executable, "-m", "prefect", "worker", "start", "--pool", "gpu", "--type", "process"]
+        command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "gpu", "--type", "process"]
         command += ["--work-queue", node, "--name", f"worker-{node}"]
         told: list[int] = []
         previous = {
@@ -53,7 +53,9 @@ def work(site: Site, node: str, url: str) -> int:
         }
         try:
             # In a session of its own a Ctrl-C reaches it once, from here, and not also from the terminal.
-            child = subprocess.Popen(command, env=environment, start_new_session=True)
+            child = subprocess.Popen(
+                command, env=environment, start_new_session=True, preexec_fn=_die_with_parent
+            )
             return _attend(site, node, child, told)
         finally:
             for number, handler in previous.items():
@@ -101,6 +103,14 @@ def _attend(site: Site, node: str, child: subprocess.Popen[bytes], told: list[in
 
 def _telling(told: list[int]) -> Callable[[int, FrameType | None], None]:
     return lambda number, frame: told.append(number)
+
+
+def _die_with_parent() -> None:
+    """In the child: the kernel kills it when this process dies, and it alone: what it runs goes on.
+
+    A job's runner holds its own lease and its GPUs' locks; it needs no worker to end well.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextlib.contextmanager

@@ -6,13 +6,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from flows.server import client_environment, down
+from flows.server import DEPLOYMENTS, Running, client_environment, down, up
 from tasks.cluster import Site, load_site
 
 CLUSTER: dict[str, Any] = {
@@ -24,6 +25,14 @@ CLUSTER: dict[str, Any] = {
     "nodes": [{"name": "node0", "gpus": 2}],
 }
 MakeSite = Callable[..., Site]
+
+
+@dataclass(frozen=True)
+class RunningSite:
+    """A site whose server and workers run: all that its cluster file puts on this machine."""
+
+    site: Site
+    running: Running
 
 
 @pytest.fixture(scope="session")
@@ -64,3 +73,22 @@ def make_site(tmp_path_factory: pytest.TempPathFactory, migrated_database: Path)
     yield make
     for site in sites:
         down(site)
+
+
+@pytest.fixture(scope="session")
+def standin_deployments(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The product's own deployments, of flows that only say that they ran."""
+    text = DEPLOYMENTS.read_text()
+    for flow in ("hourly", "replan", "run_job"):
+        text = text.replace(f"flows.{flow}.{flow}", f"tests.flows.standin_flows.{flow}")
+    file = tmp_path_factory.mktemp("deployments") / "prefect.yaml"
+    file.write_text(text)
+    return file
+
+
+@pytest.fixture(scope="session")
+def running_site(make_site: MakeSite, standin_deployments: Path) -> RunningSite:
+    """A site with one node here and one elsewhere. Tests of one xdist group share it, and change nothing."""
+    nodes = [{"name": "node0", "gpus": 2}, {"name": "node1", "gpus": 2, "address": "192.0.2.1"}]
+    site = make_site(plan_every_minutes=90, replan_every_seconds=1234, slot_minutes=30, nodes=nodes)
+    return RunningSite(site, up(site, deployments=standin_deployments))

@@ -14,33 +14,22 @@ import pytest
 
 from flows.prefect_api import call
 from flows.processes import Process, alive, marked, recorded, wait
-from flows.server import DEPLOYMENTS, Running, ServerError, down, running, up
+from flows.server import Running, ServerError, down, running, up
 from tasks.cluster import Site, load_site
-from tests.flows.conftest import MakeSite
+from tests.flows.conftest import MakeSite, RunningSite
 
 pytestmark = pytest.mark.xdist_group("server")
 ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 
-@pytest.fixture(scope="session")
-def standin_deployments(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The product's own deployments, of flows that only say that they ran."""
-    text = DEPLOYMENTS.read_text()
-    for flow in ("hourly", "replan", "run_job"):
-        text = text.replace(f"flows.{flow}.{flow}", f"tests.flows.standin_flows.{flow}")
-    file = tmp_path_factory.mktemp("deployments") / "prefect.yaml"
-    file.write_text(text)
-    return file
+@pytest.fixture
+def site(running_site: RunningSite) -> Site:
+    return running_site.site
 
 
-@pytest.fixture(scope="module")
-def site(make_site: MakeSite) -> Site:
-    return make_site(plan_every_minutes=90, replan_every_seconds=1234, slot_minutes=30)
-
-
-@pytest.fixture(scope="module")
-def site_up(site: Site, standin_deployments: Path) -> Running:
-    return up(site, deployments=standin_deployments)
+@pytest.fixture
+def site_up(running_site: RunningSite) -> Running:
+    return running_site.running
 
 
 def start_run(url: str, deployment: str, **body: Any) -> str:
@@ -84,7 +73,7 @@ def test_up_makes_a_pool_for_planning_and_one_with_a_queue_for_each_node(site_up
     pools = call(site_up.api_url, "POST", "/work_pools/filter", {})
     assert {(pool["name"], pool["type"]) for pool in pools} >= {("control", "process"), ("gpu", "process")}
     queues = call(site_up.api_url, "POST", "/work_pools/gpu/queues/filter", {})
-    assert "node0" in {queue["name"] for queue in queues}
+    assert {"node0", "node1"} <= {queue["name"] for queue in queues}
 
 
 def test_schedules_have_the_periods_of_the_cluster_file_counted_from_the_epoch(
