@@ -7,6 +7,7 @@ import zoneinfo
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -149,9 +150,9 @@ class Site:
         """Directory on this machine's own disk: the ledger, server data, process ids, logs."""
         return (self.file.parent / self.cluster.state).absolute()
 
-    @property
+    @cached_property
     def storage(self) -> Storage:
-        """The opened storage."""
+        """The opened storage, one client for as long as the site is used."""
         return open_storage(self.storage_root)
 
     @property
