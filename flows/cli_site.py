@@ -27,6 +27,8 @@ def up(site: Site, host: str, port: int | None, plan_now: bool, as_json: bool) -
     console = terminal()
     if running.started:
         console.print(f"started {', '.join(running.started)}; logs in {site.state / 'logs'}", soft_wrap=True)
+    elif running.deployed:
+        console.print("everything runs already; its schedules follow the changed cluster file now")
     else:
         console.print("everything runs already; nothing was changed")
     console.print(f"Prefect UI: {running.ui_url}")

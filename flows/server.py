@@ -8,6 +8,7 @@ site: right for one machine and a few nodes, and replaced by environment variabl
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import socket
@@ -20,6 +21,7 @@ from datetime import datetime
 from pathlib import Path
 
 import flows
+from flows.deploy import with_periods
 from flows.prefect_api import ApiError, call
 from flows.processes import MARK, Process, alive, end, marked, recorded, spawn, wait
 from tasks.cluster import Site
@@ -58,12 +60,13 @@ class ServerError(Exception):
 
 @dataclass(frozen=True)
 class Running:
-    """A site that runs. `started` names what this `up` started: nothing when all of it ran already."""
+    """A site that runs. `started` names what this `up` started, `deployed` says that it made deployments."""
 
     api_url: str
     ui_url: str
     pids: dict[str, int]
     started: tuple[str, ...] = ()
+    deployed: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,17 +90,19 @@ def up(
     host: str = "127.0.0.1",
     port: int | None = None,
     deployments: Path = DEPLOYMENTS,
-    deadline_s: float = 180.0,
+    deadline_s: float = 300.0,
 ) -> Running:
     """Start what does not run yet of the site's part on this machine, and wait until it works.
 
-    `deployments` is a prefect.yaml. Without `port` the last one is used again, or a free one. Raises
-    ServerError, after stopping what it had started, when anything is not there by the deadline.
+    `deployments` is a prefect.yaml; they are made again when the server starts, or when they, the periods or
+    the nodes in the cluster file have changed. Without `port` the last one is used again, or a free one.
+    Raises ServerError, after stopping what it had started, when anything is not there by the deadline.
     """
-    deadline, since = time.monotonic() + deadline_s, now()
+    began, deadline = now(), time.monotonic() + deadline_s
+    if not deployments.is_file():
+        raise ServerError(f"{deployments}: no such file; expected the deployments")
     with _lock(site):
-        instance = _instance(site)
-        processes = _alive(site)
+        instance, processes = _instance(site), _alive(site)
         if instance is not None and processes and instance.file != str(site.file):
             raise ServerError(
                 f"{site.state} is in use by {instance.file}, which runs; give {site.file} a state: of its own"
@@ -106,24 +111,20 @@ def up(
             instance = _next_instance(site, instance, bool(processes), host, port)
         elif instance is None:
             raise ServerError(f"{_run(site) / INSTANCE} cannot be read; run `slotwise down` first")
-        environment = site_environment(site, instance)
-        wanted = _commands(site, instance)
-        started: list[str] = []
+        start = _Start(site, instance, processes, began, deadline)
         try:
-            if wanted.keys() - processes.keys():
-                _start(site, SERVER, wanted, processes, started, environment)
-                _deploy(site, environment, deployments, deadline, instance, processes)
-                for name in wanted:
-                    _start(site, name, wanted, processes, started, environment)
-            _await_workers(site, instance, processes, started, since, deadline)
+            deployed = start.server_and_deployments(deployments)
+            start.the_rest()
+            start.await_workers()
         except BaseException:
-            if SERVER in started:
+            if SERVER in start.started:
                 _stop(site)
             else:  # what ran before goes on running
-                end((processes[name] for name in started), grace_s=5.0)
+                end((processes[name] for name in (*start.started, DEPLOY) if name in processes), grace_s=5.0)
             raise
+        processes.pop(DEPLOY, None)
         pids = {name: process.pid for name, process in processes.items()}
-        return Running(f"{instance.url}/api", instance.url, pids, tuple(started))
+        return Running(f"{instance.url}/api", instance.url, pids, tuple(start.started), deployed)
 
 
 def down(site: Site) -> list[str]:
@@ -205,73 +206,83 @@ def _commands(site: Site, instance: Instance) -> dict[str, list[str]]:
     return commands
 
 
-def _start(
-    site: Site,
-    name: str,
-    wanted: dict[str, list[str]],
-    processes: dict[str, Process],
-    started: list[str],
-    environment: dict[str, str],
-) -> None:
-    if name not in processes:
-        processes[name] = spawn(name, wanted[name], environment, _log(site, name), _run(site))
-        started.append(name)
+class _Start:
+    """One `up` at work: what runs so far, and what of it was started now."""
 
+    def __init__(
+        self, site: Site, instance: Instance, processes: dict[str, Process], began: datetime, deadline: float
+    ) -> None:
+        self.site, self.instance, self.processes = site, instance, processes
+        self.began, self.deadline = began, deadline
+        self.environment = site_environment(site, instance)
+        self.commands = _commands(site, instance)
+        self.started: list[str] = []
 
-def _deploy(
-    site: Site,
-    environment: dict[str, str],
-    deployments: Path,
-    deadline: float,
-    instance: Instance,
-    processes: dict[str, Process],
-) -> None:
-    """Make pools, queues and deployments. It loads its code while the server starts, then waits for it."""
-    if not deployments.is_file():
-        raise ServerError(f"{deployments}: no such file; expected the deployments")
-    log = _log(site, DEPLOY)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_text("")
-    command = [sys.executable, "-m", "flows.deploy", "--cluster", str(site.file), "--file", str(deployments)]
-    process = spawn(DEPLOY, command, environment, log, _run(site))
-    while not _healthy(instance):
-        _check(site, SERVER, processes[SERVER], deadline, "is not healthy")
-        time.sleep(0.25)
-    if wait([process], lambda process: not alive(process), max(0.0, deadline - time.monotonic())):
-        raise ServerError(f"the deployments were not made in time; {log} ends: {log_tail(log)}")
-    if not log.read_text().rstrip().endswith("deployed"):
-        raise ServerError(f"the deployments could not be made; {log} ends: {log_tail(log)}")
+    def server_and_deployments(self, file: Path) -> bool:
+        """The server runs, and knows the deployments; whether they were made now."""
+        noted = _run(self.site) / "deployed"
+        nodes = [node.name for node in self.site.cluster.nodes]
+        content = with_periods(file.read_text(), self.site) + repr(nodes)
+        wanted = hashlib.sha256(content.encode()).hexdigest()
+        known = noted.read_text() if noted.exists() else None
+        self._spawn(SERVER)
+        if SERVER not in self.started and known == wanted:
+            return False
+        self._deploy(file)
+        noted.write_text(wanted)
+        return True
 
+    def the_rest(self) -> None:
+        """All other processes run."""
+        for name in self.commands:
+            self._spawn(name)
 
-def _await_workers(
-    site: Site,
-    instance: Instance,
-    processes: dict[str, Process],
-    started: list[str],
-    since: datetime,
-    deadline: float,
-) -> None:
-    """Wait until the server has heard of each worker that was started here, since it was started."""
-    missing = {name: processes[name] for name in started if name.startswith("worker-")}
-    while missing:
-        online: set[str] = set()
-        for pool in ("control", "gpu"):
-            with contextlib.suppress(ApiError):
-                workers = call(f"{instance.url}/api", "POST", f"/work_pools/{pool}/workers/filter", {})
-                online |= {
-                    str(each["name"]) for each in workers if parse(each["last_heartbeat_time"]) > since
-                }
-        missing = {name: process for name, process in missing.items() if name not in online}
-        for name, process in missing.items():
-            _check(site, name, process, deadline, "has not reached the server")
-        time.sleep(0.5)
+    def await_workers(self) -> None:
+        """The server has heard of each worker that was started here, since it was started."""
+        missing = {name: self.processes[name] for name in self.started if name.startswith("worker-")}
+        while missing:
+            online: set[str] = set()
+            for pool in ("control", "gpu"):
+                with contextlib.suppress(ApiError):
+                    found = call(f"{self.instance.url}/api", "POST", f"/work_pools/{pool}/workers/filter", {})
+                    online |= {
+                        str(each["name"]) for each in found if parse(each["last_heartbeat_time"]) > self.began
+                    }
+            missing = {name: process for name, process in missing.items() if name not in online}
+            for name in missing:
+                self._check(name, "has not reached the server")
+            time.sleep(0.5)
 
+    def _spawn(self, name: str) -> None:
+        if name not in self.processes:
+            log, records = _log(self.site, name), _run(self.site)
+            self.processes[name] = spawn(name, self.commands[name], self.environment, log, records)
+            self.started.append(name)
 
-def _check(site: Site, name: str, process: Process, deadline: float, what: str) -> None:
-    if not alive(process):
-        raise ServerError(f"{name} ended; {_log(site, name)} ends: {log_tail(_log(site, name))}")
-    if time.monotonic() > deadline:
-        raise ServerError(f"{name} {what} in time; {_log(site, name)} ends: {log_tail(_log(site, name))}")
+    def _deploy(self, file: Path) -> None:
+        """Make pools, queues and deployments, in a process that loads its code while the server starts."""
+        log = _log(self.site, DEPLOY)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text("")
+        command = [sys.executable, "-m", "flows.deploy"]
+        command += ["--cluster", str(self.site.file), "--file", str(file)]
+        process = spawn(DEPLOY, command, self.environment, log, _run(self.site))
+        self.processes[DEPLOY] = process
+        while not _healthy(self.instance):
+            self._check(SERVER, "is not healthy")
+            time.sleep(0.25)
+        left_s = max(0.0, self.deadline - time.monotonic())
+        if wait([process], lambda process: not alive(process), left_s):
+            raise ServerError(f"the deployments were not made in time; {log} ends: {log_tail(log)}")
+        if not log.read_text().rstrip().endswith("deployed"):
+            raise ServerError(f"the deployments could not be made; {log} ends: {log_tail(log)}")
+
+    def _check(self, name: str, what: str) -> None:
+        log = _log(self.site, name)
+        if not alive(self.processes[name]):
+            raise ServerError(f"{name} ended; {log} ends: {log_tail(log)}")
+        if time.monotonic() > self.deadline:
+            raise ServerError(f"{name} {what} in time; {log} ends: {log_tail(log)}")
 
 
 def _stop(site: Site) -> list[str]:

@@ -143,20 +143,29 @@ def test_a_state_directory_serves_one_cluster_file_at_a_time(site: Site, site_up
     assert running(site) is not None
 
 
-def test_after_a_crash_up_restarts_what_died_and_down_leaves_no_process_and_no_port(
+def test_up_mends_what_died_or_changed_and_down_leaves_no_process_and_no_port_after_a_crash(
     make_site: MakeSite, standin_deployments: Path, tmp_path: Path
 ) -> None:
     site = make_site()
     first = up(site, deployments=standin_deployments)
+    assert first.deployed
     records = site.state / "run"
     mark = json.loads((records / "instance.json").read_text())["mark"]
 
     os.kill(first.pids["worker-control"], signal.SIGKILL)
     assert not wait([recorded(records)["worker-control"]], lambda each: not alive(each), 30)
     second = up(site, deployments=standin_deployments)
-    assert second.started == ("worker-control",)
+    assert (second.started, second.deployed) == (("worker-control",), False)
     assert second.pids["server"] == first.pids["server"]
     assert second.api_url == first.api_url
+
+    site.file.write_text(
+        site.file.read_text().replace("replan_every_seconds: 3600", "replan_every_seconds: 77")
+    )
+    third = up(load_site(site.file), deployments=standin_deployments)
+    assert (third.started, third.deployed) == ((), True)
+    replan = call(third.api_url, "GET", "/deployments/name/replan/replan")
+    assert [schedule["schedule"]["interval"] for schedule in replan["schedules"]] == [77.0]
 
     parameters = {"storage": str(tmp_path), "commit": "c", "job": "long", "rank": 600}
     start_run(second.api_url, "run_job/run_job", parameters=parameters, work_queue_name="node0")
