@@ -1,0 +1,528 @@
+"""A plan, or a part of it, cell by cell in CP-SAT: jobs choose places, services choose GPUs, and no cell is taken twice.
+
+There is a boolean for each place that an open job could take (the first GPU of a block, and a start) and, where a
+service is open, one for each replica and slot. Everything else stays as it is in the given state. With all open
+this is the whole problem, exact down to the last rule, for small ones; with some jobs and slots open it is a
+neighbourhood for ``search``.
+
+The invariant: the state itself is a solution of every model made from it, so a search never loses it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from ortools.sat.python import cp_model
+
+from allocator.bound import objective_scale
+from allocator.grid import Option
+from allocator.packing import places
+from allocator.plan import Placement, Plan, ServicePlan
+from allocator.problem import Service
+from allocator.relaxation import Relaxation
+
+_FINE = 10**5  # parts of a unit of worth, when there is no smaller scale
+
+Literal = cp_model.IntVar
+Block = tuple[int, tuple[int, ...]]  # a spot, and the first GPUs of the blocks there
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a search may use: effort in CP-SAT's deterministic time, and seconds as a cap."""
+
+    effort: float
+    seconds: float
+    seed: int = 0
+    workers: int = 1
+
+    def solver(self) -> cp_model.CpSolver:
+        solver = cp_model.CpSolver()
+        solver.parameters.num_workers = self.workers
+        solver.parameters.random_seed = self.seed
+        solver.parameters.max_deterministic_time = max(self.effort, 1e-3)
+        solver.parameters.max_time_in_seconds = max(self.seconds, 1e-3)
+        return solver
+
+
+@dataclass(slots=True)
+class State:
+    """Where jobs are, by group and not by name, and the GPUs that services hold in each slot, as masks."""
+
+    jobs: list[Block] = field(default_factory=list)
+    held: dict[str, list[int]] = field(default_factory=dict)
+
+    def worth(self, relaxation: Relaxation) -> float:
+        """The objective, with the most valuable jobs of each group in."""
+        total = relaxation.constant
+        counts = [0] * len(relaxation.groups)
+        for at, _ in self.jobs:
+            spot = relaxation.spots[at]
+            counts[spot.group] += 1
+            total += relaxation.gain(spot)
+        for group, count in zip(relaxation.groups, counts, strict=True):
+            total += sum([relaxation.tasks[task].worth for task in group.tasks[:count]])
+        for s in relaxation.services:
+            unit = s.service.gpus_per_replica
+            for slot, mask in enumerate(self.held[s.service.service]):
+                total += float(relaxation.objective[s.total[slot][: mask.bit_count() // unit]].sum())
+        return total
+
+    def free(self, relaxation: Relaxation, without: Iterable[int] = ()) -> int:
+        """The cells that nobody takes when the jobs at some positions of the list are out."""
+        layout, free = relaxation.layout, relaxation.layout.free
+        for masks in self.held.values():
+            for slot, mask in enumerate(masks):
+                free &= ~(mask << (slot * layout.gpus))
+        out = set(without)
+        for position, block in enumerate(self.jobs):
+            if position not in out:
+                free &= ~job_cells(relaxation, block)
+        return free
+
+    def values(self, relaxation: Relaxation) -> dict[int, int]:
+        """The state as values of the relaxation's variables, those that are not 0."""
+        values: dict[int, int] = {}
+        counts = [0] * len(relaxation.groups)
+        for at, firsts in self.jobs:
+            spot = relaxation.spots[at]
+            for first in firsts:
+                column = relaxation.column_at(at, first)
+                values[column] = values.get(column, 0) + 1
+            if spot.gang >= 0:
+                values[spot.gang] = values.get(spot.gang, 0) + 1
+            counts[spot.group] += 1
+        for group, count in zip(relaxation.groups, counts, strict=True):
+            values.update(dict.fromkeys(group.chosen[:count], 1))
+        for s in relaxation.services:
+            unit = s.service.gpus_per_replica
+            for slot, mask in enumerate(self.held[s.service.service]):
+                values.update(dict.fromkeys(s.total[slot][: mask.bit_count() // unit].tolist(), 1))
+                if len(relaxation.classes) > 1:
+                    for stack, inside in zip(s.levels[slot], relaxation.classes, strict=True):
+                        count = (mask & inside).bit_count() // unit
+                        values.update(dict.fromkeys(stack[:count].tolist(), 1))
+        relaxation.complete(values)
+        return values
+
+
+def state_of(relaxation: Relaxation, plan: Plan) -> State:
+    """The state that a plan is in."""
+    group_of = {
+        relaxation.tasks[task].job.id: at for at, g in enumerate(relaxation.groups) for task in g.tasks
+    }
+    jobs: list[Block] = []
+    for p in plan.placements:
+        if p.job in group_of:
+            at = next(
+                at
+                for at in relaxation.spots_at(group_of[p.job], p.start)
+                if (spot := relaxation.spots[at]).end == p.end
+                and spot.piece * spot.pieces == len(p.gpus)
+                and spot.where >> p.gpus[0] & 1
+            )
+            jobs.append((at, p.gpus[:: relaxation.spots[at].piece]))
+    rows = {row.service: row for row in plan.realtime}
+    held = {
+        s.service: [sum(1 << gpu for gpu in gpus) for gpus in rows[s.service].gpus]
+        for s in relaxation.problem.services
+    }
+    return State(jobs, held)
+
+
+def plan_of(relaxation: Relaxation, state: State) -> tuple[tuple[Placement, ...], tuple[ServicePlan, ...]]:
+    """Placements, running jobs included, and services; of each group the most valuable jobs start first."""
+    problem = relaxation.problem
+    found = [
+        Placement(job.id, job.running.start, problem.running_slots(job), tuple(sorted(job.running.gpus)))
+        for job in problem.jobs
+        if job.running is not None
+    ]
+    starts: dict[int, list[tuple[int, int, tuple[int, ...]]]] = {}
+    for at, firsts in state.jobs:
+        spot = relaxation.spots[at]
+        gpus = tuple([gpu for first in sorted(firsts) for gpu in range(first, first + spot.piece)])
+        starts.setdefault(spot.group, []).append((spot.start, spot.end - spot.start, gpus))
+    for group, places_taken in starts.items():
+        tasks = relaxation.groups[group].tasks[: len(places_taken)]
+        for task, (start, slots, gpus) in zip(tasks, sorted(places_taken), strict=True):
+            found.append(Placement(relaxation.tasks[task].job.id, start, slots, gpus))
+    found.sort(key=lambda placement: (placement.start, placement.gpus))
+    services = []
+    for service in problem.services:
+        masks = state.held[service.service]
+        services.append(
+            ServicePlan(
+                service.service,
+                tuple(tuple(bits(mask)) for mask in masks),
+                tuple(service.shortage(slot, mask.bit_count()) for slot, mask in enumerate(masks)),
+            )
+        )
+    return tuple(found), tuple(services)
+
+
+def job_cells(relaxation: Relaxation, block: Block) -> int:
+    at, firsts = block
+    spot = relaxation.spots[at]
+    base, cells = spot.start * relaxation.layout.gpus, 0
+    for first in firsts:
+        cells |= spot.option.shape << (base + first)
+    return cells
+
+
+@dataclass(frozen=True, slots=True)
+class Improved:
+    """What a model gave: a state at least as good, or None; a bound of its objective; whether it is proven best."""
+
+    state: State | None
+    bound: float
+    proven: bool
+
+
+class CellModel:
+    """A model around a state.
+
+    Args:
+        open_jobs: positions in the state's list of the jobs that may move or go; jobs that are out may come in.
+        open_slots: of each open service, the slots (from, to) in which it may hold other GPUs.
+        within: cells that open jobs and services may use; None for all that are free.
+        groups: numbers of the groups whose jobs may come in; None for all.
+    """
+
+    def __init__(
+        self,
+        relaxation: Relaxation,
+        state: State,
+        open_jobs: Iterable[int],
+        open_slots: dict[str, tuple[int, int]],
+        within: int | None = None,
+        groups: Iterable[int] | None = None,
+    ) -> None:
+        self.relaxation = relaxation
+        self.state = state
+        self.open_jobs = sorted(open_jobs)
+        self.open_slots = open_slots
+        self.model = cp_model.CpModel()
+        self.cells: dict[tuple[int, int], list[Literal]] = {}
+        self.places: dict[tuple[int, int], Literal] = {}
+        self.gangs: dict[int, Literal] = {}
+        self.holds: dict[tuple[str, int, int], Literal] = {}
+        self.terms: list[tuple[Literal, float]] = []
+        self.constant = 0.0
+        layout = relaxation.layout
+        free = state.free(relaxation, self.open_jobs)
+        for name, (first, last) in open_slots.items():
+            for slot in range(first, last):
+                free |= state.held[name][slot] << (slot * layout.gpus)
+        if within is not None:
+            free &= within
+        self.free = [(free >> (slot * layout.gpus)) & layout.row for slot in range(layout.horizon)]
+        is_open = set(self.open_jobs)
+        self.fixed = [block for position, block in enumerate(state.jobs) if position not in is_open]
+        self._add_jobs(free, groups)
+        for service in relaxation.problem.services:
+            if service.service in open_slots:
+                self._add_service(service, *open_slots[service.service])
+        for literals in self.cells.values():
+            if len(literals) > 1:
+                self.model.add_at_most_one(literals)
+        self._add_tenants()
+        self._add_reservations()
+        self._add_least_start()
+        scale = objective_scale(relaxation)
+        self.scale = scale or _FINE
+        self.rounding = 0.0 if scale else len(self.terms) / _FINE
+        self.model.maximize(
+            cp_model.LinearExpr.weighted_sum(
+                [literal for literal, _ in self.terms], [round(worth * self.scale) for _, worth in self.terms]
+            )
+        )
+
+    def solve(self, budget: Budget) -> Improved:
+        """Search for a better state."""
+        solver = budget.solver()
+        status = solver.solve(self.model)
+        proven = status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return Improved(None, float("inf"), proven)
+        begins: dict[int, list[int]] = {}
+        for (at, first), place in self.places.items():
+            if solver.boolean_value(place):
+                begins.setdefault(at, []).append(first)
+        jobs = list(self.fixed)
+        for at, firsts in begins.items():
+            pieces = self.relaxation.spots[at].pieces
+            firsts.sort()
+            jobs += [(at, tuple(firsts[k : k + pieces])) for k in range(0, len(firsts), pieces)]
+        held = {name: list(masks) for name, masks in self.state.held.items()}
+        ones = {s.service: (1 << s.gpus_per_replica) - 1 for s in self.relaxation.problem.services}
+        for name, (first, last) in self.open_slots.items():
+            held[name][first:last] = [0] * (last - first)
+        for (name, slot, begin), hold in self.holds.items():
+            if solver.boolean_value(hold):
+                held[name][slot] |= ones[name] << begin
+        found = State(jobs, held)
+        rest = found.worth(self.relaxation) - solver.objective_value / self.scale  # what the model has not in it
+        return Improved(found, rest + solver.best_objective_bound / self.scale + 2 * self.rounding, proven)
+
+    # Jobs
+
+    def _add_jobs(self, free: int, groups: Iterable[int] | None) -> None:
+        relaxation, state = self.relaxation, self.state
+        taken = [0] * len(relaxation.groups)
+        for at, _ in self.fixed:
+            taken[relaxation.spots[at].group] += 1
+        mine = [state.jobs[position] for position in self.open_jobs]
+        if groups is None:
+            numbers = list(range(len(relaxation.groups)))
+        else:
+            numbers = sorted({relaxation.spots[at].group for at, _ in mine} | set(groups))
+        where: dict[int, int] = {}
+        for number in numbers:
+            group = relaxation.groups[number]
+            left = group.tasks[taken[number] :]
+            starts: list[Literal] = []
+            for option in relaxation.tasks[group.tasks[0]].options if left else ():
+                key = id(option)
+                if key not in where:
+                    where[key] = places(option, free)
+                starts += self._places(number, option, where[key], len(left))
+            if starts:
+                self._count(starts, [relaxation.tasks[task].worth for task in left])
+        now = {(at, first) for at, firsts in mine for first in firsts}
+        for place_key, place in self.places.items():
+            self.model.add_hint(place, place_key in now)
+        spots = [at for at, _ in mine]
+        for at, gang in self.gangs.items():
+            self.model.add_hint(gang, spots.count(at))
+
+    def _places(self, group: int, option: Option, where: int, left: int) -> list[Literal]:
+        """A boolean for each place of an option among the free cells; what to count as starts."""
+        relaxation, model, layout = self.relaxation, self.model, self.relaxation.layout
+        starts: list[Literal] = []
+        for slot in range(layout.horizon) if where else ():
+            row = (where >> (slot * layout.gpus)) & layout.row
+            for at in relaxation.spots_at(group, slot) if row else ():
+                spot = relaxation.spots[at]
+                inside = row & spot.where
+                if spot.option is not option or inside.bit_count() < spot.pieces:
+                    continue
+                blocks = []
+                for first in bits(inside):
+                    place = self.places[at, first] = model.new_bool_var("")
+                    blocks.append(place)
+                    for t in range(slot, min(spot.end, layout.horizon)):
+                        for gpu in range(first, first + spot.piece):
+                            self.cells.setdefault((t, gpu), []).append(place)
+                if spot.gang >= 0:
+                    gang = self.gangs[at] = model.new_int_var(0, min(left, len(blocks) // spot.pieces), "")
+                    model.add(cp_model.LinearExpr.sum(blocks) == spot.pieces * gang)
+                    blocks = [gang]
+                starts += blocks
+                if gain := relaxation.gain(spot):
+                    self.terms += [(block, gain) for block in blocks]
+        return starts
+
+    def _count(self, starts: list[Literal], worths: list[float]) -> None:
+        """As many jobs of a group are in as have a place, the most valuable first."""
+        model = self.model
+        if len(worths) == 1:
+            model.add_at_most_one(starts)
+        elif len(set(worths)) == 1:
+            model.add(cp_model.LinearExpr.sum(starts) <= len(worths))
+        else:
+            chosen = [model.new_bool_var("") for _ in worths]
+            model.add(cp_model.LinearExpr.sum(chosen) == cp_model.LinearExpr.sum(starts))
+            for earlier, later in pairwise(chosen):
+                model.add_implication(later, earlier)
+            self.terms += list(zip(chosen, worths, strict=True))
+            return
+        self.terms += [(start, worths[0]) for start in starts]
+
+    # Services
+
+    def _add_service(self, service: Service, first: int, last: int) -> None:
+        relaxation, model, layout = self.relaxation, self.model, self.relaxation.layout
+        name, unit = service.service, service.gpus_per_replica
+        variables = next(s for s in relaxation.services if s.service is service)
+        masks = self.state.held[name]
+        replicas: dict[int, list[int]] = {}
+        for slot in range(first, last):
+            replicas[slot] = bits(layout.block_starts(self.free[slot], unit))
+            now = {(r & -r).bit_length() - 1 for r in layout.replicas(masks[slot], unit)}
+            for begin in replicas[slot]:
+                hold = self.holds[name, slot, begin] = model.new_bool_var("")
+                model.add_hint(hold, begin in now)
+                for gpu in range(begin, begin + unit):
+                    self.cells.setdefault((slot, gpu), []).append(hold)
+            levels = [model.new_bool_var("") for _ in variables.total[slot]]
+            for number, (level, variable) in enumerate(zip(levels, variables.total[slot].tolist(), strict=True)):
+                model.add_hint(level, number < len(now))
+                self.terms.append((level, float(relaxation.objective[variable])))
+            for lower, higher in pairwise(levels):
+                model.add_implication(higher, lower)
+            model.add(cp_model.LinearExpr.sum(levels) == self._held(name, slot, replicas[slot]))
+        if isinstance(service.current, tuple) and first == 0:
+            mask = sum(1 << gpu for gpu in service.current)
+            whole = [r for r in layout.replicas(mask, unit) if not r & relaxation.out[0]]
+            self._follow(service, 0, self._constant(sum(whole)), self._gpus_held(name, replicas[0], 0, unit))
+        elif service.current is not None and first == 0:
+            model.add(unit * self._held(name, 0, replicas[0]) <= int(service.current) + service.ramp)  # type: ignore[call-overload]
+        for slot in range(max(first, 1), min(last + 1, layout.horizon)):
+            out = relaxation.out[slot]
+            if slot - 1 in replicas:
+                ones = (1 << unit) - 1
+                alive = [begin for begin in replicas[slot - 1] if not (ones << begin) & out]
+                before = self._gpus_held(name, alive, slot - 1, unit)
+            else:
+                before = self._constant(sum(r for r in layout.replicas(masks[slot - 1], unit) if not r & out))
+            if slot in replicas:
+                now_held = self._gpus_held(name, replicas[slot], slot, unit)
+            else:
+                now_held = self._constant(masks[slot])
+            self._follow(service, slot, before, now_held)
+
+    def _held(self, name: str, slot: int, begins: list[int]) -> cp_model.LinearExprT:
+        return cp_model.LinearExpr.sum([self.holds[name, slot, begin] for begin in begins])
+
+    def _constant(self, mask: int) -> dict[int, Literal]:
+        return {gpu: self.model.new_constant(1) for gpu in bits(mask)}
+
+    def _gpus_held(self, name: str, begins: Iterable[int], slot: int, unit: int) -> dict[int, Literal]:
+        """Of each GPU that a replica beginning at one of some places may use: whether it does."""
+        if unit == 1:
+            return {begin: self.holds[name, slot, begin] for begin in begins}
+        over: dict[int, list[Literal]] = {}
+        for begin in begins:
+            for gpu in range(begin, begin + unit):
+                over.setdefault(gpu, []).append(self.holds[name, slot, begin])
+        held = {}
+        for gpu, holds in over.items():
+            held[gpu] = self.model.new_bool_var("")
+            self.model.add(cp_model.LinearExpr.sum(holds) == held[gpu])
+        return held
+
+    def _follow(
+        self, service: Service, slot: int, before: dict[int, Literal], now: dict[int, Literal]
+    ) -> None:
+        """The GPUs of a slot contain those alive from before, or are among them; the ramp counts from those."""
+        model, rises = self.model, self.model.new_bool_var("")
+        committed = ~self.relaxation.free[slot] & ~self.relaxation.out[slot]
+        for gpu in sorted(before.keys() | now.keys()):
+            if gpu not in before:
+                model.add_implication(now[gpu], rises)
+            elif gpu not in now:
+                model.add_implication(before[gpu], ~rises)
+            else:
+                model.add_bool_or([~now[gpu], before[gpu], rises])
+                model.add_bool_or([now[gpu], ~before[gpu], ~rises])
+        have = cp_model.LinearExpr.sum(list(now.values()))
+        had = cp_model.LinearExpr.sum(list(before.values()))
+        must = cp_model.LinearExpr.sum([v for gpu, v in before.items() if not committed >> gpu & 1])
+        model.add(have - had <= service.ramp)
+        model.add(must - have <= service.ramp)
+
+    # Rules about who may use how much
+
+    def _active(self, slot: int) -> list[tuple[Literal, int, int]]:
+        """Open blocks that are active in a slot: literal, spot, GPUs."""
+        by_slot = self.__dict__.get("_by_slot")
+        if by_slot is None:
+            by_slot = self.__dict__["_by_slot"] = [[] for _ in range(self.relaxation.layout.rows)]
+            for (at, _), place in self.places.items():
+                spot = self.relaxation.spots[at]
+                for t in range(spot.start, spot.end):
+                    by_slot[t].append((place, at, spot.piece))
+        return by_slot[slot]
+
+    def _fixed_use(self, slot: int) -> list[tuple[int, int]]:
+        """Fixed jobs that are active in a slot: spot, GPUs."""
+        spots = self.relaxation.spots
+        return [
+            (at, spots[at].piece * spots[at].pieces)
+            for at, _ in self.fixed
+            if spots[at].start <= slot < spots[at].end
+        ]
+
+    def _add_tenants(self) -> None:
+        relaxation = self.relaxation
+        for name, room in relaxation.shares.items():
+            for slot in range(relaxation.layout.rows):
+                open_use = [(v, g) for v, at, g in self._active(slot) if relaxation.share_of(at) == name]
+                if open_use:
+                    used = sum(g for at, g in self._fixed_use(slot) if relaxation.share_of(at) == name)
+                    self.model.add(sum(g * v for v, g in open_use) <= max(0, room[slot] - used))
+
+    def _add_reservations(self) -> None:
+        relaxation, model = self.relaxation, self.model
+        for slot, kept in enumerate(relaxation.kept):
+            active, fixed = self._active(slot), self._fixed_use(slot)
+            if not kept or not (active or fixed):
+                continue
+            unused: dict[str, Literal] = {}
+            for tenant, held in kept.items():
+                own = sum(g for at, g in fixed if relaxation.tenant_of(at) == tenant)
+                mine = [(v, g) for v, at, g in active if relaxation.tenant_of(at) == tenant]
+                unused[tenant] = model.new_int_var(0, held, "")
+                model.add(unused[tenant] + sum(g * v for v, g in mine) >= held - own)
+            used = sum(g for _, g in fixed) + sum(g * v for v, _, g in active) + self._services_hold(slot)
+            room = relaxation.free[slot].bit_count()
+            users = {relaxation.tenant_of(at) for at, _ in fixed} | {
+                relaxation.tenant_of(at) for _, at, _ in active
+            }
+            for user in sorted(users):
+                others = [unused[tenant] for tenant in kept if tenant != user]
+                if not others:
+                    continue
+                at_work = model.new_bool_var("")
+                model.add(used + sum(others) <= room).only_enforce_if(at_work)
+                for v, at, _ in active:
+                    if relaxation.tenant_of(at) == user:
+                        model.add_implication(v, at_work)
+                if any(relaxation.tenant_of(at) == user for at, _ in fixed):
+                    model.add(at_work == 1)
+
+    def _services_hold(self, slot: int) -> cp_model.LinearExprT:
+        total: cp_model.LinearExprT = 0
+        if slot < self.relaxation.layout.horizon:
+            for service in self.relaxation.problem.services:
+                first, last = self.open_slots.get(service.service, (0, 0))
+                if first <= slot < last:
+                    holds = [v for (name, t, _), v in self.holds.items() if name == service.service and t == slot]
+                    total += service.gpus_per_replica * cp_model.LinearExpr.sum(holds)
+                else:
+                    total += self.state.held[service.service][slot].bit_count()
+        return total
+
+    def _add_least_start(self) -> None:
+        """A service of which only the count is known falls faster than its ramp only for lack of GPUs."""
+        relaxation, model = self.relaxation, self.model
+        for service in relaxation.problem.services:
+            lowest = service.current - service.ramp if isinstance(service.current, int) else 0
+            if lowest <= 0:
+                continue
+            unit = service.gpus_per_replica
+            if self.open_slots.get(service.service, (1, 1))[0] == 0:
+                have = unit * self._held(
+                    service.service, 0, [b for name, t, b in self.holds if name == service.service and t == 0]
+                )
+            else:
+                have = self.state.held[service.service][0].bit_count()
+                if have >= lowest:
+                    continue
+            lack = model.new_bool_var("")
+            model.add(have >= lowest).only_enforce_if(~lack)  # type: ignore[arg-type]
+            if unit == 1:
+                used = sum(g * v for v, _, g in self._active(0)) + sum(g for _, g in self._fixed_use(0))
+                full = relaxation.free[0].bit_count()
+                model.add(used + self._services_hold(0) >= full).only_enforce_if(lack)
+
+
+def bits(mask: int) -> list[int]:
+    """The positions of the bits that are set, in rising order."""
+    found = []
+    while mask:
+        low = mask & -mask
+        found.append(low.bit_length() - 1)
+        mask ^= low
+    return found

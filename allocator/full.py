@@ -1,0 +1,219 @@
+"""Full mode: the best plan that an optimiser finds in the time given, and a proof of how good it is.
+
+Three searches work on one set of variables (``relaxation``) and help each other:
+
+* the linear program bounds the objective and says which starts cannot be part of a better plan;
+* branch and bound in counts (HiGHS) sharpens the bound, and its solutions are given GPUs (``rectangles``);
+* large neighbourhood search (CP-SAT) improves the best plan, beginning with the one that came in. It works at the
+  same time as branch and bound, on a second core.
+
+On problems of some ten jobs the whole problem is solved cell by cell in the end, which leaves no gap.
+The invariant: what is returned is never worth less than the plan that came in, whatever a solver does, and its
+bound is proven. Random choices follow from the seed; where time ends a search, and not its own end, two runs may differ.
+"""
+
+from dataclasses import replace
+from threading import Thread
+from time import perf_counter
+
+from allocator.bound import Bound, Branching, linear_bound, rounded_down
+from allocator.cells import Budget, CellModel, State, plan_of, state_of
+from allocator.counts import solve_counts
+from allocator.grid import Layout
+from allocator.packing import FIRST
+from allocator.plan import Plan
+from allocator.problem import Problem
+from allocator.realtime import Held, hold
+from allocator.rectangles import pack
+from allocator.relaxation import Relaxation
+from allocator.schedule import Schedule
+from allocator.search import Search
+
+_DUST = 1e-7
+_LINEAR_SHARE = 0.3  # of the time, at most, for the linear program
+_COUNT_SHARE, _COUNT_SECONDS = 0.3, 6.0  # of the time left, at most, for CP-SAT in counts
+_PACK_SECONDS = 3.0
+_MOST_PLACES = 4000  # of a whole problem that is solved cell by cell
+_POLISH_ROUNDS = 4
+
+
+def solve_full(
+    problem: Problem, incumbent: Plan, time_limit: float, seed: int, workers: int = 2
+) -> Plan:
+    """The best plan found, starting from another, with its proven bound.
+
+    Args:
+        incumbent: a plan that keeps every rule; it stands when nothing better is found.
+        time_limit: seconds.
+        workers: 1 to search with one solver at a time, 2 for two at once.
+    """
+    began = perf_counter()
+    until = began + time_limit
+    relaxation = Relaxation(problem)
+    linear = linear_bound(relaxation, _LINEAR_SHARE * time_limit)
+    effort = _Effort(relaxation, linear, state_of(relaxation, incumbent), seed)
+    if not effort.closed():
+        effort.branch_and_search(until, workers)
+    if not effort.closed() and perf_counter() < until:
+        effort.whole(until)
+    best = incumbent
+    if effort.search.worth > incumbent.objective + _DUST:
+        best = polished(relaxation, effort.search.state)
+    else:
+        best = polished(relaxation, state_of(relaxation, incumbent))
+    if best.objective < incumbent.objective - _DUST:
+        best = incumbent
+    bound = max(rounded_down(relaxation, effort.bound), best.objective)
+    return replace(best, mode="full", bound=bound, solve_ms=1000 * (perf_counter() - began))
+
+
+class _Effort:
+    """The best state and the best bound while several searches work."""
+
+    def __init__(self, relaxation: Relaxation, linear: Bound, state: State, seed: int) -> None:
+        self.relaxation = relaxation
+        self.linear = linear
+        self.bound = linear.value
+        self.search = Search(relaxation, state, seed)
+        self.seed = seed
+
+    def closed(self) -> bool:
+        return rounded_down(self.relaxation, self.bound) <= self.search.worth + _DUST
+
+    def branch_and_search(self, until: float, workers: int) -> None:
+        """Branch and bound in counts beside neighbourhood search, each using what the other found."""
+        branching = Branching(self.relaxation, self.linear, self.search.state.values(self.relaxation), self.search.worth)
+        if workers == 1:
+            branching.run(0.5 * (until - perf_counter()))
+            self._use(branching, until)
+            self.search.run(until, self.closed)
+            return
+        thread = Thread(target=branching.run, args=(until - perf_counter(),), daemon=True)
+        thread.start()
+        used = 0
+        self._count(branching, min(_COUNT_SHARE * (until - perf_counter()), _COUNT_SECONDS), until)
+        while perf_counter() < until and not self.closed():
+            self.bound = min(self.bound, branching.bound)
+            branching.known = self.search.worth
+            if branching.improvements > used or not thread.is_alive():
+                used = branching.improvements
+                alive = thread.is_alive()
+                self._use(branching, until)
+                if not alive:
+                    break
+            if not self.closed():
+                self.search.step(until - perf_counter())
+        branching.stop()
+        thread.join(max(0.0, until - perf_counter()) + 0.2)
+        self.bound = min(self.bound, branching.bound)
+        if not self.closed() and self._is_small():
+            return
+        self.search.run(until, self.closed)
+
+    def _count(self, branching: Branching, seconds: float, until: float) -> None:
+        """The same problem in counts by CP-SAT, for some seconds."""
+        relaxation, state = self.relaxation, self.search.state
+        values, bound = solve_counts(
+            relaxation, branching.rows, branching.closed, state.values(relaxation), Budget(seconds, seconds, self.seed)
+        )
+        self.bound = min(self.bound, max(bound, self.search.worth))
+        self._give_gpus(values, until)
+
+    def _use(self, branching: Branching, until: float) -> None:
+        self.bound = min(self.bound, branching.bound)
+        self._give_gpus(branching.values, until)
+
+    def _give_gpus(self, values: dict[int, int], until: float) -> None:
+        """Give GPUs to a solution in counts, when it is worth more than the best plan."""
+        relaxation = self.relaxation
+        worth = relaxation.constant + sum(float(relaxation.objective[at]) * v for at, v in values.items())
+        if not values or worth <= self.search.worth + _DUST:
+            return
+        for together in (True, False):
+            seconds = min(_PACK_SECONDS, until - perf_counter())
+            found = pack(relaxation, values, Budget(_PACK_SECONDS, seconds, self.seed), together)
+            if found is None:
+                continue
+            if found.worth(relaxation) > self.search.worth + _DUST and self._keeps_rules(found):
+                self.search.adopt(found)
+            if found.worth(relaxation) >= worth - _DUST:
+                break
+
+    def _keeps_rules(self, state: State) -> bool:
+        from allocator.check import broken_rules
+
+        placements, services = plan_of(self.relaxation, state)
+        draft = Plan("full", 0.0, 0.0, None, 0.0, 0.0, placements, services)
+        return not broken_rules(self.relaxation.problem, draft)
+
+    def _is_small(self) -> bool:
+        where = self.relaxation.spots
+        return sum(spot.where.bit_count() for spot in where) <= _MOST_PLACES
+
+    def whole(self, until: float) -> None:
+        """Solve the whole problem cell by cell."""
+        if not self._is_small():
+            return
+        relaxation, state = self.relaxation, self.search.state
+        slots = {s.service: (0, relaxation.layout.horizon) for s in relaxation.problem.services}
+        model = CellModel(relaxation, state, range(len(state.jobs)), slots)
+        seconds = until - perf_counter()
+        found = model.solve(Budget(10 * seconds, seconds, self.seed, 2))
+        if found.state is not None and found.state.worth(relaxation) > self.search.worth + _DUST:
+            self.search.adopt(found.state)
+        self.bound = min(self.bound, found.bound)
+
+
+def polished(relaxation: Relaxation, state: State) -> Plan:
+    """The plan of a state: services hold no more than they need, and jobs start as early as all others allow."""
+    from allocator.solver import finish
+
+    layout = relaxation.layout
+    held = [
+        Held(service, state.held[service.service], layout, True) for service in relaxation.problem.services
+    ]
+    schedule = Schedule(layout, relaxation.tasks, held)
+    count = [0] * len(relaxation.groups)
+    for at, firsts in sorted(state.jobs, key=lambda block: relaxation.spots[block[0]].start):
+        spot = relaxation.spots[at]
+        task = relaxation.tasks[relaxation.groups[spot.group].tasks[count[spot.group]]]
+        count[spot.group] += 1
+        cells = 0
+        for first in firsts:
+            cells |= spot.option.shape << (spot.start * layout.gpus + first)
+        schedule.packing.put(task, spot.option, spot.start, cells)
+    order = sorted(relaxation.tasks, key=lambda task: -task.density)
+    for _ in range(_POLISH_ROUNDS):
+        moved = False
+        while schedule.packing.advance(order):
+            moved = True
+        before = schedule.packing.gain
+        schedule.packing.fill(order, FIRST)
+        lean = _leaner(layout, schedule)
+        if lean is None and not moved and schedule.packing.gain == before:
+            break
+        schedule = lean or schedule
+    return finish(schedule, "full")
+
+
+def _leaner(layout: Layout, schedule: Schedule) -> Schedule | None:
+    """The same jobs, with services that hold fewer GPUs or miss fewer; None when there is nothing to gain."""
+    held, changed = list(schedule.held), False
+    for at, now in enumerate(held):
+        for free in (now.cells, schedule.packing.free | now.cells):
+            other = hold(layout, free, now.service, 0)
+            if (other.cost, sum(other.counts)) < (now.cost, sum(now.counts)) and other.allowed and other.cost <= now.cost:
+                held[at], changed = other, True
+                break
+        if changed:
+            break
+    if not changed:
+        return None
+    lean = Schedule(layout, schedule.tasks, held)
+    for task in schedule.tasks:
+        if schedule.packing.cells[task.index]:
+            option = schedule.packing.option[task.index]
+            assert option is not None
+            cells = schedule.packing.cells[task.index]
+            lean.packing.put(task, option, schedule.packing.start[task.index], cells)
+    return lean
