@@ -1,9 +1,9 @@
 """The program of `kind: batch_inference`: a completion for every row of a JSONL file.
 
-Invariant: one output row for each input row, in their order, in shards that appear whole; a shard that is there is
-never done again, so a job that was killed at any moment goes on where it was. A row that cannot be processed is a
-row with an `error`. The input is read as a stream, one shard at a time. Decoding is greedy: it gives the same text
-each time, and shards do not depend on who made them.
+Invariant: one output row for each input row, in their order, in shards that appear whole; a shard that is
+there is never done again, so a job that was killed at any moment goes on where it was. A row that cannot be
+processed is a row with an `error`. The input is read as a stream, one shard at a time. Decoding is greedy:
+it gives the same text each time, and shards do not depend on who made them.
 """
 
 import json
@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from tasks.program import JobFailedError, Program, local_file, local_model, main
+from tasks.program import JobFailedError, Program, leave_out, local_file, local_model, main
 from tasks.specfile import SpecError, Strict, read_spec
 from tasks.storage import NotFoundError, Storage
 from training.manifest import Entry, entries_of, manifest_bytes
+from training.models import ModelError, config_of, load, longest_sequence
 from training.processes import World, launch, world_from_environment
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 WORKER = "SLOTWISE_WORKER"
 RUN = "run.json"  # what the shards of an output were made from
@@ -50,6 +51,7 @@ class Tally:
 
     rows: int = 0
     failed: int = 0
+    generated: int = 0  # rows that this attempt made, in `seconds`
     tokens: int = 0
     seconds: float = 0.0
     example: str = ""
@@ -80,7 +82,7 @@ def infer(program: Program) -> None:
     _report(program, tally, 1.0)
     if tally.failed > spec.max_error_share * tally.rows:
         raise SpecError(
-            f"{tally.failed} of {tally.rows} rows failed, more than max_error_share {spec.max_error_share:g}; "
+            f"{tally.failed} of {tally.rows} rows failed, more than the {spec.max_error_share:g} allowed; "
             f"for example: {tally.example}"
         )
     _close_if_complete(program, spec, source)
@@ -100,10 +102,13 @@ def _own_shards(program: Program, spec: InferenceSpec, source: Path, directory: 
             for line in program.storage.read(key).splitlines():
                 tally.count(json.loads(line))
         else:
-            engine = engine or Engine(directory, world.local_rank, spec)  # a finished job needs no model
+            engine = engine or Engine(
+                directory, world.local_rank, spec, program.own_process
+            )  # a finished job needs no model
             began = time.perf_counter()
             rows = engine.complete(lines)
             tally.seconds += time.perf_counter() - began
+            tally.generated += len(rows)
             for row in rows:
                 tally.count(row)
                 tally.tokens += row["completion_tokens"] or 0
@@ -122,19 +127,24 @@ def shard_key(output: str, index: int) -> str:
 class Engine:
     """A model that completes rows, longest prompts together, on one device."""
 
-    def __init__(self, directory: Path, gpu: int, spec: InferenceSpec) -> None:
+    def __init__(self, directory: Path, gpu: int, spec: InferenceSpec, own_process: bool = False) -> None:
+        self.spec = spec
+        plain = config_of(str(directory)).get("quantization_config") is None
+        if own_process:  # what a quantized model needs costs the others a second
+            leave_out("scipy", *(["torchao"] if plain else []))
         import torch
         from transformers import AutoTokenizer
 
-        from training.models import ModelError, load, longest_sequence
-
-        self.spec = spec
         self.device = torch.device("cuda", gpu) if torch.cuda.is_available() else torch.device("cpu")
-        self.model: PreTrainedModel = load(str(directory)).to(self.device).eval()
+        self.model: Any = load(str(directory)).to(self.device).eval()
         try:
-            self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+            self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                directory, local_files_only=True
+            )
         except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"{spec.model}: its tokenizer cannot be loaded: {' '.join(str(error).split())}") from None
+            raise ModelError(
+                f"{spec.model}: its tokenizer cannot be loaded: {' '.join(str(error).split())}"
+            ) from None
         self.tokenizer.padding_side = "left"
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
@@ -152,8 +162,8 @@ class Engine:
                     row["error"] = f"line {lines[place][0]}: {self.spec.prompt}: is empty"
                 elif len(tokens) > self.room:
                     row["error"] = (
-                        f"line {lines[place][0]}: {len(tokens)} tokens and {self.spec.max_new_tokens} new ones do not "
-                        f"fit the model's {int(self.room) + self.spec.max_new_tokens}"
+                        f"line {lines[place][0]}: {len(tokens)} tokens and {self.spec.max_new_tokens} new "
+                        f"ones do not fit the model's {int(self.room) + self.spec.max_new_tokens}"
                     )
                 else:
                     prompts[place] = tokens
@@ -221,7 +231,11 @@ def _parsed(number: int, line: bytes, prompt: str) -> dict[str, Any]:
         shown = line[:200].decode("utf-8", errors="replace").strip()
         return {"line": shown, **result, "error": f"line {number}: not JSON in UTF-8: {error}"}
     if not isinstance(row, dict):
-        return {"line": str(row)[:200], **result, "error": f"line {number}: expected an object with {prompt!r}"}
+        return {
+            "line": str(row)[:200],
+            **result,
+            "error": f"line {number}: expected an object with {prompt!r}",
+        }
     if prompt not in row:
         result["error"] = f"line {number}: has no column {prompt!r}"
     elif not isinstance(row[prompt], str):
@@ -230,7 +244,7 @@ def _parsed(number: int, line: bytes, prompt: str) -> dict[str, Any]:
 
 
 def _shards(source: Path, size: int) -> Iterator[tuple[int, list[tuple[int, bytes]]]]:
-    """The lines of a file that hold anything, `size` at a time, with their numbers; and the bytes read so far."""
+    """The lines of a file that hold anything, numbered, `size` at a time, and the bytes read so far."""
     with source.open("rb") as file:
         position = 0
 
@@ -291,8 +305,8 @@ def _entry(storage: Storage, key: str) -> Entry:
 
 
 def _report(program: Program, tally: Tally, progress: float) -> None:
-    rates = (
-        {"rows_per_s": tally.rows / tally.seconds, "tokens_per_s": tally.tokens / tally.seconds}
+    rates: dict[str, Any] = (
+        {"rows_per_s": tally.generated / tally.seconds, "tokens_per_s": tally.tokens / tally.seconds}
         if tally.tokens and tally.seconds
         else {}
     )

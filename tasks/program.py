@@ -1,8 +1,8 @@
 """What the programs of the three kinds share: where they run, what they read and publish, and how they end.
 
-Invariant: a mistake in a spec is one line and exit code 2, anything else that fails is 1 and may be tried again, and
-SIGTERM is 143. A directory that this module publishes is seen whole or as incomplete, never half. Metrics are a
-file that is replaced, at most once a second until the program ends.
+Invariant: a mistake in a spec is one line and exit code 2, anything else that fails is 1 and may be tried
+again, and SIGTERM is 143. A directory that this module publishes is seen whole or as incomplete, never
+half. Metrics are a file that is replaced, at most once a second until the program ends.
 """
 
 import contextlib
@@ -41,15 +41,17 @@ from training.models import ModelError
 from training.tokenizer import TokenizerError
 
 EXIT_FAILED, EXIT_WRONG, EXIT_STOPPED = 1, 2, 143
-# Errors that no second attempt will cure, and errors whose text says all there is to say.
-WRONG: tuple[type[Exception], ...] = (SpecError, ConfigError, DataError, ModelError, TokenizerError)
-PLAIN: tuple[type[Exception], ...] = (StorageError, CheckpointError, ManifestError)
 VIRTUAL = "cpu"  # the GPU type of virtual GPUs
 METRICS_EVERY_S = 1.0
 
 
 class JobFailedError(Exception):
     """The work was done and did not succeed; the message is for people."""
+
+
+# Errors that no second attempt will cure, and errors whose text says all there is to say.
+WRONG: tuple[type[Exception], ...] = (SpecError, ConfigError, DataError, ModelError, TokenizerError)
+PLAIN: tuple[type[Exception], ...] = (StorageError, CheckpointError, ManifestError, JobFailedError)
 
 
 class Terminated(BaseException):
@@ -73,10 +75,15 @@ class Metrics:
     known: dict[str, Any] = field(default_factory=dict)
     written: float = -math.inf
 
-    def update(self, now: bool = False, **news: Any) -> None:
-        """Take in the news, and write the file if the last time is long enough ago or `now` says so."""
+    def update(self, **news: Any) -> None:
+        """Take in the news, and write the file if the last time is long enough ago."""
         self.known |= {key: _finite(value) for key, value in news.items()}
-        if self.path is None or (not now and time.monotonic() - self.written < METRICS_EVERY_S):
+        if time.monotonic() - self.written >= METRICS_EVERY_S:
+            self.write()
+
+    def write(self) -> None:
+        """Replace the file."""
+        if self.path is None:
             return
         self.written = time.monotonic()
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
@@ -99,6 +106,7 @@ class Program:
     nodes: int
     gpus: int
     gpu_type: str | None
+    own_process: bool = True  # nothing but this job runs in it
     stop_asked: bool = False
     deferred: bool = False
 
@@ -109,7 +117,7 @@ class Program:
 
     @contextlib.contextmanager
     def stop_deferred(self) -> Iterator[Callable[[], bool]]:
-        """Work that looks itself whether it was asked to stop; until then SIGTERM ends the program at once."""
+        """For work that looks itself whether it was asked to stop; else SIGTERM ends the program at once."""
         self.deferred = True
         try:
             yield lambda: self.stop_asked
@@ -119,9 +127,9 @@ class Program:
     def place(self, field_name: str, reference: str) -> Place:
         """What a spec's field names: a key in the storage root, or s3://bucket/key. Raises SpecError."""
         where = f"{self.name}: {field_name}: {reference!r}"
-        if match := re.fullmatch(r"(s3://[^/]+)/(.+)", reference):
-            return Place(open_storage(match[1]), checked_key(match[2].rstrip("/")), where)
         try:
+            if match := re.fullmatch(r"(s3://[^/]+)/(.+)", reference):
+                return Place(open_storage(match[1]), checked_key(match[2].rstrip("/")), where)
             return Place(self.storage, checked_key(reference.rstrip("/")), where)
         except StorageError:
             raise SpecError(
@@ -130,7 +138,7 @@ class Program:
 
 
 def main(work: Callable[[Program], None], arguments: Sequence[str]) -> NoReturn:
-    """Run a kind's work on the spec file that the arguments name, and end the process as the contract says."""
+    """Run a kind's work on the spec file that the arguments name, and end the process."""
     quiet_libraries()
     sys.exit(_run(work, arguments))
 
@@ -143,14 +151,16 @@ def _run(work: Callable[[Program], None], arguments: Sequence[str]) -> int:
     try:
         with _program(Path(arguments[0]), metrics) as program, _sigterm(program):
             work(program)
-            metrics.update(now=True)
+            metrics.write()
             if program.by_hand:
                 print(json.dumps(metrics.known, indent=1))
             return 0
     except Terminated as stopped:
         return _end(metrics, EXIT_STOPPED, str(stopped) or "stopped before its work was done")
-    except (*WRONG, *PLAIN, JobFailedError) as error:
-        return _end(metrics, EXIT_WRONG if isinstance(error, WRONG) else EXIT_FAILED, str(error))
+    except WRONG as error:
+        return _end(metrics, EXIT_WRONG, str(error))
+    except PLAIN as error:
+        return _end(metrics, EXIT_FAILED, str(error))
     except Exception as error:  # ours to mend: the trace is wanted, its last line is what people see
         traceback.print_exc()
         return _end(metrics, EXIT_FAILED, f"{type(error).__name__}: {error}")
@@ -167,7 +177,7 @@ def read_text(place: Place) -> str:
 
 
 def local_file(place: Place, scratch: Path) -> Path:
-    """A file on this machine with the object's bytes: in place, or a copy. Raises SpecError when there is none."""
+    """A file on this machine with the object's bytes, in place or a copy. Raises SpecError."""
     if isinstance(place.storage, DirectoryStorage):
         path = _inside(place, place.storage.directory)
         if not path.is_file():
@@ -185,8 +195,9 @@ def local_file(place: Place, scratch: Path) -> Path:
 def local_model(place: Place, scratch: Path) -> Path:
     """A model's directory on this machine, checked against its manifest.
 
-    A directory that somebody put there without a manifest is taken as it is; one that is being published has a
-    manifest that says so. Raises SpecError when there is no model, ManifestError when it is not whole.
+    A directory that somebody put there without a manifest is taken as it is; one that is being published
+    has a manifest that says so. Raises SpecError when there is no model, ManifestError when it is not
+    whole.
     """
     keys = place.storage.keys(f"{place.key}/")
     if f"{place.key}/config.json" not in keys and f"{place.key}/{MANIFEST}" not in keys:
@@ -214,7 +225,9 @@ def publish_directory(storage: Storage, prefix: str, directory: Path) -> list[st
     manifest = f"{prefix}/{MANIFEST}"
     keys = [f"{prefix}/{name}" for name in entries] + [manifest]
     with contextlib.suppress(NotFoundError, ManifestError):
-        if parse_manifest(storage.read(manifest), prefix) == entries and set(keys) <= set(storage.keys(f"{prefix}/")):
+        if parse_manifest(storage.read(manifest), prefix) == entries and set(keys) <= set(
+            storage.keys(f"{prefix}/")
+        ):
             return keys
     storage.write(manifest, manifest_bytes({}, complete=False))
     for key in set(storage.keys(f"{prefix}/")) - set(keys):
@@ -238,15 +251,16 @@ def quiet_libraries() -> None:
     """Keep libraries from looking for a network and from filling the log with what nobody can act on."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def leave_out(*modules: str) -> None:
-    """Have this process do without optional libraries that transformers would load and the work never uses.
+    """Have this process do without optional libraries that transformers would load for nothing.
 
-    About 1.5 s of processor time less at the start of a training run. Only for a process of one's own: whoever
-    imports one of them afterwards is told that it is not there.
+    About 1.5 s of processor time less at the start of a training run. Only for a process of one's own:
+    whoever imports one of them afterwards is told that it is not there.
     """
     for name in modules:
         if name not in sys.modules:
@@ -291,7 +305,9 @@ def _program(spec: Path, metrics: Metrics) -> Iterator[Program]:
     try:
         text = spec.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{spec}: {getattr(error, 'strerror', None) or error}; expected a spec file") from None
+        raise SpecError(
+            f"{spec}: {getattr(error, 'strerror', None) or error}; expected a spec file"
+        ) from None
     by_hand = "SLOTWISE_JOB" not in given
     with contextlib.ExitStack() as stack:
         # A runner keeps its directory from attempt to attempt; by hand the current one holds people's files.
@@ -327,7 +343,8 @@ def _sigterm(program: Program) -> Iterator[None]:
 
 def _end(metrics: Metrics, code: int, message: str) -> int:
     line = "; ".join(part.strip() for part in message.splitlines() if part.strip())
-    metrics.update(now=True, message=line)
+    metrics.update(message=line)
+    metrics.write()
     print(line, file=sys.stderr, flush=True)
     return code
 

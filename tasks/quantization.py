@@ -1,9 +1,9 @@
 """The program of `kind: quantization`: a smaller model, published only if it predicts a text about as well.
 
-Invariant: what is scored is the model as a reader will load it from its files, and a model that fails the gate is
-never seen. The result is a Hugging Face directory with safetensors: transformers writes torchao's int8 tensors as
-plain ones with their layout in the file's metadata, and loads them again by itself. Embeddings and the output layer
-stay as they are, which small models feel most in their size.
+Invariant: what is scored is the model as a reader will load it from its files, and a model that fails the
+gate is never seen. The result is a Hugging Face directory with safetensors: transformers writes torchao's
+int8 tensors as plain ones with their layout in the file's metadata, and loads them again by itself.
+Embeddings and the output layer stay as they are, which small models feel most in their size.
 """
 
 import json
@@ -66,7 +66,7 @@ def quantize_job(program: Program) -> None:
     windows = _held_out(program, spec, source)
     metrics, directory = _quantized(program, spec, source, windows)
     increase = metrics["perplexity_after"] / metrics["perplexity_before"] - 1
-    program.metrics.update(now=True, **metrics, perplexity_increase=increase)
+    program.metrics.update(**metrics, perplexity_increase=increase)
     if not increase <= spec.max_perplexity_increase:  # also when it is not a number
         raise JobFailedError(
             f"not published: perplexity went from {metrics['perplexity_before']:.4g} to "
@@ -136,7 +136,9 @@ def _held_out(program: Program, spec: QuantizationSpec, source: Path) -> "Window
     if data != "shakespeare":
         keys = [data] if isinstance(data, str) else data
         data = [str(local_file(program.place("data", key), program.scratch)) for key in keys]
-    tokens = packed_tokens(text_files(data), lambda text: tokens_of_directory(source, text), end_token(source))
+    tokens = packed_tokens(
+        text_files(data), lambda text: tokens_of_directory(source, text), end_token(source)
+    )
     return Windows(split(tokens, spec.held_out)[1], spec.seq_len, 0, f"the last {spec.held_out:.0%} of data")
 
 

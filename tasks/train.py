@@ -1,8 +1,8 @@
 """The program of `kind: training`: run the trainer on this node's GPUs, with its checkpoints in storage.
 
-Invariant: whatever ends an attempt, the next one goes on from the newest checkpoint that is whole, and the model
-appears under `<output>/model/` only when training is done. One process per GPU; on virtual GPUs one per node, with
-the threads it was given. A gang trains with DDP.
+Invariant: whatever ends an attempt, the next one goes on from the newest checkpoint that is whole, and the
+model appears under `<output>/model/` only when training is done. One process per GPU; on virtual GPUs one
+per node, with the threads it was given. A gang trains with DDP.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ def read_config(program: Program) -> TrainingConfig:
 
 
 class StorageCheckpoints:
-    """Checkpoints under `<output>/checkpoints/` in storage; `scratch` holds the copy of one that was fetched."""
+    """Checkpoints under `<output>/checkpoints/` in storage; `scratch` holds copies of those fetched."""
 
     def __init__(self, program: Program) -> None:
         self.storage = program.storage
@@ -111,7 +111,8 @@ class StorageCheckpoints:
 
 
 def _train(program: Program, config: TrainingConfig) -> None:
-    leave_out("torchao", "scipy")
+    if program.own_process:
+        leave_out("torchao", "scipy")
     import torch
 
     from training.trainer import Stopped, TrainingError, train, write_curve
@@ -122,7 +123,10 @@ def _train(program: Program, config: TrainingConfig) -> None:
     def report(metrics: dict[str, Any]) -> None:
         program.metrics.update(**metrics)
         if metrics["checkpoint_step"] == metrics["steps"]:
-            print(f"step {metrics['steps']}/{metrics['steps_total']}: loss {metrics['loss']:.4f}, saved", flush=True)
+            print(
+                f"step {metrics['steps']}/{metrics['steps_total']}: loss {metrics['loss']:.4f}, saved",
+                flush=True,
+            )
 
     with program.stop_deferred() as stopping:
         try:
@@ -161,7 +165,9 @@ def _with_local_files(program: Program, config: TrainingConfig) -> TrainingConfi
             raise SpecError(f"{error}; did you mean {near[0]}?" if near else str(error)) from None
     if config.data != "shakespeare":
         keys = [config.data] if isinstance(config.data, str) else config.data
-        changed["data"] = [str(local_file(program.place("config: data", key), program.scratch)) for key in keys]
+        changed["data"] = [
+            str(local_file(program.place("config: data", key), program.scratch)) for key in keys
+        ]
     return config.model_copy(update=changed)
 
 

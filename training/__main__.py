@@ -21,8 +21,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="train, going on from the newest checkpoint")
     run.add_argument("config", type=Path, help="a YAML file; training/config.py lists the keys")
-    run.add_argument("--output", type=Path, help="where checkpoints and the model go (default: the file's name)")
-    for name, help_text in (("flops", "model FLOPs per token"), ("mfu", "the share of the peak that was used")):
+    run.add_argument(
+        "--output", type=Path, help="where checkpoints and the model go (default: the file's name)"
+    )
+    for name, help_text in (
+        ("flops", "model FLOPs per token"),
+        ("mfu", "the share of the peak that was used"),
+    ):
         command = commands.add_parser(name, help=help_text)
         command.add_argument("--model", required=True, help="a shipped name, a config.json or its directory")
         command.add_argument("--seq-len", type=int, required=True)
@@ -67,8 +72,10 @@ def _figure(asked: argparse.Namespace) -> str:
     if asked.json:
         return json.dumps(found)
     if asked.command == "mfu":
-        return f"{found['mfu']:.2%} of {peak.flops_per_s / 1e12:g} TFLOP/s, {peak.source}; convention {asked.convention}"
-    return f"{per_token / 1e9:.3f} GFLOP per token; {shape.parameters:,} parameters; convention {asked.convention}"
+        text = f"{found['mfu']:.2%} of {peak.flops_per_s / 1e12:g} TFLOP/s, {peak.source}"
+    else:
+        text = f"{per_token / 1e9:.3f} GFLOP per token; {shape.parameters:,} parameters"
+    return f"{text}; convention {asked.convention}"
 
 
 def _run(config_file: Path, output: Path) -> int:
@@ -91,7 +98,9 @@ def _run(config_file: Path, output: Path) -> int:
             print(line, flush=True)
 
     def report(metrics: dict[str, Any]) -> None:
-        rate = f", {metrics['tokens_per_s']:.0f} tokens/s, MFU {metrics['mfu']:.1%}" if "mfu" in metrics else ""
+        rate = (
+            f", {metrics['tokens_per_s']:.0f} tokens/s, MFU {metrics['mfu']:.1%}" if "mfu" in metrics else ""
+        )
         say(f"step {metrics['steps']}/{metrics['steps_total']}: loss {metrics['loss']:.4f}{rate}")
 
     try:

@@ -1,8 +1,8 @@
 """Checkpoints: everything a run needs to go on exactly, in one directory per step.
 
-Invariant: a checkpoint is whole or it is not there, and the newest whole one is found after any crash. Where they
-are kept is the caller's: anything with the four methods of `Checkpoints`. The cost of exactness is three times the
-model's size per checkpoint (weights and both of Adam's moments).
+Invariant: a checkpoint is whole or it is not there, and the newest whole one is found after any crash.
+Where they are kept is the caller's: anything with the four methods of `Checkpoints`. The cost of exactness
+is three times the model's size per checkpoint (weights and both of Adam's moments).
 """
 
 import contextlib
@@ -48,7 +48,9 @@ class LocalCheckpoints:
     def steps(self) -> list[int]:
         if not self.directory.is_dir():
             return []
-        return sorted(int(match[1]) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name)))
+        return sorted(
+            int(match[1]) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name))
+        )
 
     def fetch(self, step: int) -> Path:
         path = self.directory / name_of(step)
@@ -101,7 +103,7 @@ def read_checkpoint(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def newest(checkpoints: Checkpoints, warn: Callable[[str], None]) -> tuple[int, Path] | None:
-    """The newest checkpoint that is undamaged; `warn` hears of the others. Raises CheckpointError when all are."""
+    """The newest undamaged one; `warn` hears of the others. Raises CheckpointError if all are damaged."""
     problem = ""
     for step in sorted(checkpoints.steps(), reverse=True):
         try:

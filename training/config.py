@@ -1,7 +1,7 @@
 """The training configuration: one YAML file, typed, every key with its default.
 
-Invariant: a configuration that was read can be trained as it says, on any number of processes that divides its
-global batch; an unknown key is an error that names the nearest known one.
+Invariant: a configuration that was read can be trained as it says, on any number of processes that divides
+its global batch; an unknown key is an error that names the nearest known one.
 """
 
 import difflib
@@ -16,7 +16,7 @@ Precision = Literal["fp32", "bf16"]
 
 
 class ConfigError(Exception):
-    """A configuration that cannot be used; the message names the file, the key, its value and what was expected."""
+    """A configuration that cannot be used; the message names file, key, value and what was expected."""
 
 
 class TrainingConfig(BaseModel):
@@ -26,10 +26,14 @@ class TrainingConfig(BaseModel):
 
     model: str = "llama-tiny"  # a shipped name, or a Hugging Face directory
     data: str | list[str] = "shakespeare"  # the text that ships, or text files in UTF-8
-    held_out: float = Field(default=0.05, gt=0, lt=0.5)  # the share at the end of the text that is never trained on
+    held_out: float = Field(
+        default=0.05, gt=0, lt=0.5
+    )  # the share at the end of the text that is never trained on
     seq_len: int = Field(default=256, ge=2)
     micro_batch: int = Field(default=8, ge=1)  # sequences in one pass of one process
-    accumulation: int | None = Field(default=None, ge=1)  # passes of each process in a step; 1 if nothing is said
+    accumulation: int | None = Field(
+        default=None, ge=1
+    )  # passes of each process in a step; 1 if nothing is said
     global_batch: int | None = Field(default=None, ge=1)  # or: sequences in a step, all processes together
     steps: int = Field(default=100, ge=1)
     lr: float = Field(default=1e-3, gt=0)
@@ -41,14 +45,18 @@ class TrainingConfig(BaseModel):
     precision: Precision = "fp32"
     checkpoint_every: int = Field(default=50, ge=1)  # steps
     keep_checkpoints: int = Field(default=2, ge=1)
-    held_out_windows: int = Field(default=32, ge=1)  # sequences of the held-out text that are scored at the end
+    held_out_windows: int = Field(
+        default=32, ge=1
+    )  # sequences of the held-out text that are scored at the end
 
     @model_validator(mode="after")
     def _one_way_to_say_the_batch(self) -> "TrainingConfig":
         if self.accumulation is not None and self.global_batch is not None:
             raise ValueError("expected accumulation or global_batch, not both")
         if self.global_batch is not None and self.global_batch % self.micro_batch:
-            raise ValueError(f"global_batch {self.global_batch}: expected a multiple of micro_batch {self.micro_batch}")
+            raise ValueError(
+                f"global_batch {self.global_batch}: expected a multiple of micro_batch {self.micro_batch}"
+            )
         return self
 
     def accumulation_for(self, processes: int) -> int:
@@ -87,7 +95,9 @@ def parse_config(text: str, where: str) -> TrainingConfig:
 def checked(cls: type[C], data: Any, where: str) -> C:
     """The model that the mapping describes. Raises ConfigError with one line for the first problem."""
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{where}: {data!r}; expected a mapping with {', '.join(list(cls.model_fields)[:4])}, ...")
+        raise ConfigError(
+            f"{where}: {data!r}; expected a mapping with {', '.join(list(cls.model_fields)[:4])}, ..."
+        )
     for key in data:
         if key not in cls.model_fields:
             near = difflib.get_close_matches(str(key), cls.model_fields, 1, 0.5)

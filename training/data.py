@@ -1,8 +1,9 @@
 """Text as one packed, contiguous array of tokens, cut into windows that come in a reproducible order.
 
-Invariant: the n-th sequence of a run depends on the text, the sequence length and the seed alone, so a position (how
-many sequences were consumed) is all a resumed run needs, whatever its number of processes. No token is padding; the
-cost is that a sequence may begin in the middle of a sentence and the tail shorter than a window is not used.
+Invariant: the n-th sequence of a run depends on the text, the sequence length and the seed alone, so a
+position (how many sequences were consumed) is all a resumed run needs, whatever its number of processes. No
+token is padding; the cost is that a sequence may begin in the middle of a sentence and the tail shorter
+than a window is not used.
 """
 
 import hashlib
@@ -58,7 +59,7 @@ def split(tokens: Tokens, held_out: float) -> tuple[Tokens, Tokens]:
 
 
 class Windows:
-    """The sequences of a text, in an order drawn anew for each pass over it. Raises DataError if there is none."""
+    """The sequences of a text, in an order drawn anew for each pass. Raises DataError if there is none."""
 
     def __init__(self, tokens: Tokens, seq_len: int, seed: int, name: str = "data") -> None:
         self.tokens = tokens
@@ -75,7 +76,7 @@ class Windows:
         return hashlib.sha256(self.tokens.tobytes()).hexdigest()[:16]
 
     def at(self, position: int, count: int) -> "torch.Tensor":
-        """The sequences from `position` on, each one token longer than `seq_len`: inputs and labels overlap."""
+        """The sequences from `position` on, one token longer than `seq_len`: inputs and labels overlap."""
         return self._rows([self._window(position + step) for step in range(count)])
 
     def in_order(self, first: int, count: int) -> "torch.Tensor":
@@ -85,7 +86,10 @@ class Windows:
     def _window(self, position: int) -> int:
         epoch, place = divmod(position, self.count)
         if self._order is None or self._order[0] != epoch:
-            self._order = epoch, np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.count)
+            self._order = (
+                epoch,
+                np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.count),
+            )
         return int(self._order[1][place])
 
     def _rows(self, windows: Sequence[int]) -> "torch.Tensor":

@@ -1,7 +1,8 @@
 """Model FLOPs per token, under the five conventions that people publish MFU in.
 
-Invariant: a count is never given without its convention; the default, `matmul`, is what FlopCounterMode counts.
-The conventions differ by up to a third for one model, so a figure compares only with figures of its own.
+Invariant: a count is never given without its convention; the default, `matmul`, is what FlopCounterMode
+counts. The conventions differ by up to a third for one model, so a figure compares only with figures of its
+own.
 """
 
 from collections.abc import Callable
@@ -54,13 +55,15 @@ def mfu(flops_per_token: float, tokens_per_s: float, peak_flops_per_s: float) ->
 
 
 def counted_flops_per_token(model: "nn.Module", seq_len: int) -> float:
-    """What torch counts for one forward and backward pass of a sequence, per token. Works on the meta device."""
+    """What torch counts for a forward and backward pass of a sequence, per token; on meta too."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
     device = next(model.parameters()).device
     tokens = torch.zeros(1, seq_len, dtype=torch.long, device=device)
+    # A ready-made mask: transformers would look into the tokens for one, and on meta there is nothing to see.
+    mask = torch.zeros(1, 1, seq_len, seq_len, device=device)
     counter = FlopCounterMode(display=False)
     with counter:
-        model(input_ids=tokens, use_cache=False).logits.sum().backward()
+        model(input_ids=tokens, attention_mask=mask, use_cache=False).logits.sum().backward()
     return counter.get_total_flops() / seq_len

@@ -1,8 +1,9 @@
-"""What the hardware can do at best: published dense peaks, and the matmul rate measured on the device at hand.
+"""What the hardware can do at best: published dense peaks, and the matmul rate measured on the device.
 
-Invariant: a peak is dense, belongs to one precision, and comes with where it is from; an unknown GPU or a precision
-that it lacks is an error, never another's peak. Names are matched whole, so that a new product is not mistaken for
-an old one. The measured peak is the best that was seen on this machine in a day: measuring costs about a second.
+Invariant: a peak is dense, belongs to one precision, and comes with where it is from; an unknown GPU or a
+precision that it lacks is an error, never another's peak. Names are matched whole, so that a new product is
+not mistaken for an old one. The measured peak is the best that was seen on this machine in a day: measuring
+costs about a second.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ class HardwareError(Exception):
 
 @dataclass(frozen=True)
 class Gpu:
-    """One product. `peaks` are dense FLOP/s by precision; `names` as people write it and as drivers report it."""
+    """One product. `peaks` are dense FLOP/s by precision; `names` as people and drivers write it."""
 
     name: str
     names: tuple[str, ...]
@@ -74,15 +75,63 @@ GPUS: tuple[Gpu, ...] = (
         450,
         "NVIDIA H200 datasheet",
     ),
-    Gpu("B200", (), {"bf16": 2250 * T, "fp8": 4500 * T, "fp4": 9000 * T}, 180, 8.0, 900, "NVIDIA DGX B200 datasheet"),
-    Gpu("GB200", (), {"bf16": 2500 * T, "fp8": 5000 * T, "fp4": 10000 * T}, 186, 8.0, 900, "NVIDIA GB200 datasheet"),
-    Gpu("B300", (), {"bf16": 2250 * T, "fp8": 4500 * T, "fp4": 12600 * T}, 288, 8.0, 900, "NVIDIA DGX B300 datasheet"),
-    Gpu("GB300", (), {"bf16": 2500 * T, "fp8": 5000 * T, "fp4": 15000 * T}, 288, 8.0, 900, "NVIDIA GB300 datasheet"),
-    Gpu("L40S", (), {"bf16": 362 * T, "fp16": 362 * T, "fp8": 733 * T}, 48, 0.86, None, "NVIDIA L40S datasheet"),
-    Gpu("A10G", (), {"bf16": 70 * T, "fp16": 70 * T}, 24, 0.6, None, "NVIDIA A10G datasheet; not the A10's 125"),
+    Gpu(
+        "B200",
+        (),
+        {"bf16": 2250 * T, "fp8": 4500 * T, "fp4": 9000 * T},
+        180,
+        8.0,
+        900,
+        "NVIDIA DGX B200 datasheet",
+    ),
+    Gpu(
+        "GB200",
+        (),
+        {"bf16": 2500 * T, "fp8": 5000 * T, "fp4": 10000 * T},
+        186,
+        8.0,
+        900,
+        "NVIDIA GB200 datasheet",
+    ),
+    Gpu(
+        "B300",
+        (),
+        {"bf16": 2250 * T, "fp8": 4500 * T, "fp4": 12600 * T},
+        288,
+        8.0,
+        900,
+        "NVIDIA DGX B300 datasheet",
+    ),
+    Gpu(
+        "GB300",
+        (),
+        {"bf16": 2500 * T, "fp8": 5000 * T, "fp4": 15000 * T},
+        288,
+        8.0,
+        900,
+        "NVIDIA GB300 datasheet",
+    ),
+    Gpu(
+        "L40S",
+        (),
+        {"bf16": 362 * T, "fp16": 362 * T, "fp8": 733 * T},
+        48,
+        0.86,
+        None,
+        "NVIDIA L40S datasheet",
+    ),
+    Gpu(
+        "A10G",
+        (),
+        {"bf16": 70 * T, "fp16": 70 * T},
+        24,
+        0.6,
+        None,
+        "NVIDIA A10G datasheet; not the A10's 125",
+    ),
     Gpu(
         "RTX 4090",
-        ("GeForce RTX 4090", "4090"),
+        ("4090",),
         {"bf16": 165 * T, "fp16": 165 * T},
         24,
         1.0,
@@ -91,7 +140,7 @@ GPUS: tuple[Gpu, ...] = (
     ),
     Gpu(
         "MI300X",
-        ("AMD Instinct MI300X",),
+        (),
         {"bf16": 1307 * T, "fp16": 1307 * T, "fp8": 2610 * T},
         192,
         5.3,
@@ -129,11 +178,14 @@ def device_peak(device: "torch.device", precision: str) -> Peak:
     return measured_peak(device, precision)
 
 
-def measured_peak(device: "torch.device", precision: str, seconds: float = 1.0, refresh: bool = False) -> Peak:
+def measured_peak(
+    device: "torch.device", precision: str, seconds: float = 1.0, refresh: bool = False
+) -> Peak:
     """The best rate of a square matmul on the device, with the threads this process has.
 
-    Sizes grow from 1024 to 4096 (8192 on a GPU) while `seconds` allow. A rate measured in the last day is used as
-    it is; `refresh` measures again and keeps the better one, for when work was seen to beat the peak.
+    Sizes grow from 1024 to 4096 (8192 on a GPU) while `seconds` allow. A rate measured in the last day is
+    used as it is; `refresh` measures again and keeps the better one, for when work was seen to beat the
+    peak.
     """
     known = _read_cache()
     key = _key(device, precision)
@@ -143,7 +195,9 @@ def measured_peak(device: "torch.device", precision: str, seconds: float = 1.0, 
         if entry is None or not refresh or rate > entry["flops_per_s"]:
             entry = {"flops_per_s": rate, "size": size, "at": time.time()}
             _write_cache(known | {key: entry})
-    return Peak(entry["flops_per_s"], f"measured: {precision} matmul of {entry['size']} on {key.split(' / ')[0]}")
+    return Peak(
+        entry["flops_per_s"], f"measured: {precision} matmul of {entry['size']} on {key.split(' / ')[0]}"
+    )
 
 
 CACHE_S = 24 * 3600.0

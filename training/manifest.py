@@ -1,7 +1,7 @@
 """A list of a directory's files with their sizes and hashes, which says that the directory is whole.
 
-Invariant: the manifest is the last file written and the first one read, so that a reader who finds it complete and
-matching has every byte. Hashing costs one read of the files, about a second for each gigabyte.
+Invariant: the manifest is the last file written and the first one read, so that a reader who finds it
+complete and matching has every byte. Hashing costs one read of the files, about a second for each gigabyte.
 """
 
 import hashlib

@@ -1,7 +1,8 @@
 """Which models there are: the shapes that ship, and Hugging Face directories.
 
-Invariant: a shape is known without torch, and the model built from it is transformers' own. What is not a plain
-dense Llama-like decoder (experts, sliding windows, biases) is refused, so that no count of FLOPs is ever wrong.
+Invariant: a shape is known without torch, and the model built from it is transformers' own. What is not a
+plain dense Llama-like decoder (experts, sliding windows, biases) is refused, so that no count of FLOPs is
+ever wrong.
 """
 
 import difflib
@@ -9,10 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from typing import Any
 
 
 class ModelError(Exception):
@@ -21,7 +19,7 @@ class ModelError(Exception):
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a dense decoder with a gated MLP; `tied` when input and output embedding are one matrix."""
+    """The sizes of a dense decoder with a gated MLP; `tied` when both embeddings are one matrix."""
 
     layers: int
     hidden: int
@@ -110,7 +108,9 @@ def shape_of(model: str) -> Shape:
         raise ModelError(f"{model}: model_type {kind!r}; expected one of {', '.join(_ARCHITECTURES)}")
     for key, harmless in _BEYOND.items():
         if config.get(key) not in harmless:
-            raise ModelError(f"{model}: {key}: {config[key]!r} is not supported; its FLOPs would be counted wrongly")
+            raise ModelError(
+                f"{model}: {key}: {config[key]!r} is not supported; its FLOPs would be counted wrongly"
+            )
     try:
         heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
         return Shape(
@@ -133,7 +133,7 @@ def longest_sequence(model: str) -> int | None:
     return int(found) if found else None
 
 
-def build(model: str, seed: int) -> "PreTrainedModel":
+def build(model: str, seed: int) -> Any:
     """The model in fp32 on the CPU: with fresh weights from `seed` for a shipped name, else the directory's.
 
     Raises ModelError.
@@ -147,29 +147,30 @@ def build(model: str, seed: int) -> "PreTrainedModel":
     return LlamaForCausalLM(LlamaConfig(**_arguments(_shipped(model))))
 
 
-def load(directory: str, **arguments: Any) -> "PreTrainedModel":
+def load(directory: str, **arguments: Any) -> Any:
     """The causal language model in a Hugging Face directory, in fp32 unless `dtype` says otherwise.
 
     Raises ModelError.
     """
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, logging
+    from transformers import AutoModelForCausalLM
 
     if not Path(directory, "config.json").is_file():
         raise ModelError(f"{directory}: no config.json; expected a Hugging Face model directory")
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
     chosen = {"dtype": torch.float32, **arguments}
     try:
-        loaded, info = AutoModelForCausalLM.from_pretrained(
+        found: Any = AutoModelForCausalLM.from_pretrained(
             directory, local_files_only=True, output_loading_info=True, **chosen
         )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise ModelError(f"{directory}: cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+    loaded, info = found
     for what in ("missing_keys", "mismatched_keys"):
         if names := sorted(map(str, info.get(what) or ())):
-            raise ModelError(f"{directory}: {what.replace('_', ' ')}: {', '.join(names[:3])}; the weights are not whole")
+            raise ModelError(
+                f"{directory}: {what.replace('_', ' ')}: {', '.join(names[:3])}; the weights are not whole"
+            )
     return loaded
 
 

@@ -1,8 +1,9 @@
 """The processes of one run: who this one is, and how several are started on one machine.
 
-Invariant: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT mean what torchrun makes them mean, so a run
-works under torchrun too. `launch` is used in its place because it hands on a worker's own exit code and a SIGTERM
-within seconds, where torchrun answers 1 after a report of many lines; it restarts nothing, which is its caller's work.
+Invariant: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT mean what torchrun makes them mean, so
+a run works under torchrun too. `launch` is used in its place because it hands on a worker's own exit code
+and a SIGTERM within seconds, where torchrun answers 1 after a report of many lines; it restarts nothing,
+which is its caller's work.
 """
 
 import contextlib
@@ -35,7 +36,9 @@ class World:
 def world_from_environment(environment: Mapping[str, str] = os.environ) -> World:
     """Who this process is; alone when nothing is said."""
     return World(
-        int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1)), int(environment.get("LOCAL_RANK", 0))
+        int(environment.get("RANK", 0)),
+        int(environment.get("WORLD_SIZE", 1)),
+        int(environment.get("LOCAL_RANK", 0)),
     )
 
 
@@ -47,10 +50,16 @@ def joined(world: World, device: "torch.device") -> Iterator[None]:
         return
     import torch.distributed as dist
 
-    if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost", "::1") and Path("/sys/class/net/lo").exists():
+    if (
+        os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost", "::1")
+        and Path("/sys/class/net/lo").exists()
+    ):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name need not resolve
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", timeout=RENDEZVOUS, rank=world.rank, world_size=world.size
+        "nccl" if device.type == "cuda" else "gloo",
+        timeout=RENDEZVOUS,
+        rank=world.rank,
+        world_size=world.size,
     )
     try:
         yield
@@ -58,8 +67,10 @@ def joined(world: World, device: "torch.device") -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def launch(command: Sequence[str], processes: int, environment: Mapping[str, str], node_rank: int, nodes: int) -> int:
-    """Run `processes` copies of a command as this node's part of a world; 0, or the first failure's exit code.
+def launch(
+    command: Sequence[str], processes: int, environment: Mapping[str, str], node_rank: int, nodes: int
+) -> int:
+    """Run copies of a command as this node's part of a world; 0, or the first failure's exit code.
 
     When one fails the others are ended. SIGTERM is handed on. Must be called from the main thread.
     """

@@ -1,8 +1,8 @@
 """Tokens of a model: bytes for the models that ship, else the tokenizer in the model's directory.
 
-Invariant: the byte tokenizer's token is the byte itself, so text becomes tokens without a loop, and the files
-written beside a model give transformers the same tokens. The cost: a byte is a token, about four times more tokens
-than a trained vocabulary would need.
+Invariant: the byte tokenizer's token is the byte itself, so text becomes tokens without a loop, and the
+files written beside a model give transformers the same tokens. The cost: a byte is a token, about four
+times more tokens than a trained vocabulary would need.
 """
 
 import json

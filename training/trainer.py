@@ -1,9 +1,9 @@
 """The training loop, on torch alone: one process, or several with DDP.
 
-Invariant: the loss curve depends on the configuration and the text, not on how often the run was killed: weights,
-optimizer, random state and position in the data are restored together (bitwise the same on one process in fp32).
-A step's gradient is the mean over all its tokens, however they are spread over passes and processes.
-The cost: a checkpoint stops the loop while it is written.
+Invariant: the loss curve depends on the configuration and the text, not on how often the run was killed:
+weights, optimizer, random state and position in the data are restored together (bitwise the same on one
+process in fp32). A step's gradient is the mean over all its tokens, however they are spread over passes and
+processes. The cost: a checkpoint stops the loop while it is written.
 """
 
 import contextlib
@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from training import models
-from training.checkpoints import Checkpoints, LocalCheckpoints, name_of, newest, read_checkpoint, write_checkpoint
+from training.checkpoints import (
+    Checkpoints,
+    LocalCheckpoints,
+    name_of,
+    newest,
+    read_checkpoint,
+    write_checkpoint,
+)
 from training.config import ConfigError, TrainingConfig
 from training.data import Windows, describe, packed_tokens, split, text_files
 from training.evaluation import mean_loss, perplexity, summed_loss
@@ -29,7 +36,6 @@ from training.tokenizer import byte_tokens, end_token, tokens_of_directory, writ
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
 
 CONVENTION = "matmul"
 
@@ -78,9 +84,9 @@ def train(
 ) -> Result:
     """Train from the newest checkpoint, or from the start, to the configured step.
 
-    `directory` is scratch space, and holds the checkpoints too when no other place for them is given. `report`
-    hears the metrics after each step; when `stopping` says so the step is finished and saved. Raises Stopped,
-    TrainingError, and the errors of what it uses.
+    `directory` is scratch space, and holds the checkpoints too when no other place for them is given.
+    `report` hears the metrics after each step; when `stopping` says so the step is finished and saved.
+    Raises Stopped, TrainingError, and the errors of what it uses.
     """
     import torch
 
@@ -90,7 +96,9 @@ def train(
         torch.cuda.set_device(device)
     train_windows, held_out = load_text(config)
     with joined(world, device):
-        run = _Run(config, directory, checkpoints or LocalCheckpoints(directory / "checkpoints"), world, device, log)
+        run = _Run(
+            config, directory, checkpoints or LocalCheckpoints(directory / "checkpoints"), world, device, log
+        )
         run.build(train_windows)
         progress = run.steps(train_windows, report, stopping)
         return run.finish(progress, held_out)
@@ -106,7 +114,9 @@ def load_text(config: TrainingConfig) -> tuple[Windows, Windows]:
     tokens = packed_tokens(text_files(config.data), encode, end_token(source))
     vocabulary = models.shape_of(config.model).vocab
     if int(tokens.max()) >= vocabulary:
-        raise ConfigError(f"model: {config.model}: its tokenizer has tokens beyond its vocabulary of {vocabulary}")
+        raise ConfigError(
+            f"model: {config.model}: its tokenizer has tokens beyond its vocabulary of {vocabulary}"
+        )
     kept, held_out = split(tokens, config.held_out)
     return (
         Windows(kept, config.seq_len, config.seed, "data"),
@@ -146,7 +156,7 @@ class _Run:
         self.shape = models.shape_of(config.model)
         self.flops_per_token = flops_per_token(self.shape, config.seq_len, CONVENTION)
         self.peak: Peak | None = None
-        self.model: PreTrainedModel
+        self.model: Any  # transformers' model
         self.wrapped: Any  # the model itself, or DDP around it
         self.optimizer: torch.optim.Optimizer
         self.start = Progress(0, 0, ())
@@ -187,7 +197,9 @@ class _Run:
             began = time.perf_counter()
             loss, stop = self._step(windows, progress, stopping())
             if not math.isfinite(loss):
-                raise TrainingError(f"step {progress.step + 1}: the loss is {loss}; a lower lr or a longer warmup may help")
+                raise TrainingError(
+                    f"step {progress.step + 1}: the loss is {loss}; a lower lr or a longer warmup may help"
+                )
             tokens = self.global_batch * self.config.seq_len
             progress = Progress(
                 progress.step + 1,
@@ -255,7 +267,7 @@ class _Run:
         rows = windows.at(progress.position + world.rank * own, own)
         tokens = self._summed(float(rows[:, 1:].numel()))[0]
         total = torch.zeros((), device=self.device)
-        for index, part in enumerate(rows.split(config.micro_batch)):
+        for index, part in enumerate(torch.split(rows, config.micro_batch)):
             last = index == self.accumulation - 1
             with contextlib.ExitStack() as stack:
                 if world.size > 1 and not last:
@@ -264,7 +276,9 @@ class _Run:
                     stack.enter_context(torch.autocast(self.device.type, torch.bfloat16))
                 loss = summed_loss(self.wrapped, part.to(self.device))
                 total += loss.detach()
-                (loss * (world.size / tokens)).backward()  # DDP divides by the number of processes
+                torch.autograd.backward(
+                    loss * (world.size / tokens)
+                )  # DDP divides by the number of processes
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -306,8 +320,9 @@ class _Run:
         for key, value in self.identity.items():
             if state["identity"].get(key) != value:
                 raise ConfigError(
-                    f"{key}: the checkpoint after step {state['step']} was made with {state['identity'].get(key)}, "
-                    f"this run has {value}; use another output, or remove the checkpoints"
+                    f"{key}: the checkpoint after step {state['step']} was made with "
+                    f"{state['identity'].get(key)}, this run has {value}; use another output, "
+                    "or remove the checkpoints"
                 )
         self.model.load_state_dict(tensors["model"])
         self.optimizer.load_state_dict(tensors["optimizer"])
@@ -345,11 +360,8 @@ class _Run:
             self.checkpoints.remove(step)
 
 
-def write_model(model: "PreTrainedModel", directory: Path, tokenizer_source: Path | None) -> None:
-    """Write a Hugging Face directory: weights as safetensors, configuration, tokenizer, and a manifest at the end."""
-    from transformers import logging
-
-    logging.disable_progress_bar()
+def write_model(model: Any, directory: Path, tokenizer_source: Path | None) -> None:
+    """Write a Hugging Face directory: safetensors, configuration, tokenizer, and a manifest at the end."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     model.save_pretrained(directory)

@@ -1,0 +1,54 @@
+"""Configurations: what is wrong is said in one line that names the key."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from training.config import ConfigError, TrainingConfig, checked, load_config
+
+WRONG = [
+    ({"modle": "llama-tiny"}, "c: modle: unknown key; did you mean model?"),
+    ({"zzz": 1}, "c: zzz: unknown key; expected one of model, data"),
+    ({"steps": 0}, "c: steps: 0: Input should be greater than or equal to 1"),
+    ({"lr": "fast"}, "c: lr: 'fast': Input should be a valid number"),
+    ({"precision": "fp64"}, "c: precision: 'fp64': Input should be 'fp32' or 'bf16'"),
+    ({"accumulation": 2, "global_batch": 8}, "c: expected accumulation or global_batch, not both"),
+    ({"micro_batch": 3, "global_batch": 8}, "c: global_batch 8: expected a multiple of micro_batch 3"),
+    ([1], r"c: \[1\]; expected a mapping with model, data"),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), WRONG)
+def test_a_mistake_is_one_line_that_names_the_key(data: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}".replace("?", r"\?")) as caught:
+        checked(TrainingConfig, data, "c")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("")
+    assert load_config(tmp_path / "c.yaml") == TrainingConfig()
+
+
+def test_a_file_that_is_not_yaml_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match=r"c\.yaml: not YAML") as caught:
+        load_config(tmp_path / "c.yaml")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"gone\.yaml: No such file"):
+        load_config(tmp_path / "gone.yaml")
+
+
+@pytest.mark.parametrize(("processes", "passes"), [(1, 8), (2, 4), (8, 1)])
+def test_the_global_batch_stays_the_same_on_more_processes(processes: int, passes: int) -> None:
+    config = TrainingConfig(micro_batch=4, global_batch=32)
+    assert config.accumulation_for(processes) == passes
+
+
+def test_a_global_batch_that_cannot_be_shared_out_is_refused() -> None:
+    with pytest.raises(ConfigError, match="multiple of micro_batch 4 times 3 processes"):
+        TrainingConfig(micro_batch=4, global_batch=32).accumulation_for(3)
