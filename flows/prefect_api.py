@@ -11,7 +11,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-# SQLite under load: "database is locked", answered as 503 after nothing was done. The real client retries too.
+# SQLite under load: "database is locked", answered as 503 after nothing was done. Prefect retries too.
 BUSY = (429, 502, 503)
 TRIES = 6
 

@@ -16,7 +16,8 @@ WORKER = """
 import os, pathlib, signal, sys, time
 rank = os.environ["RANK"]
 signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path(f"{rank}.ended").touch(), sys.exit(143)))
-pathlib.Path(rank).write_text(" ".join(os.environ[n] for n in ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")))
+names = ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+pathlib.Path(rank).write_text(" ".join(os.environ[name] for name in names))
 how = dict(part.split("=") for part in sys.argv[1:])[rank]
 if how == "wait":
     time.sleep(60)
