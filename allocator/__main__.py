@@ -7,14 +7,16 @@ loaded by the command that needs it, so that help and errors are quick.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 from allocator.fields import ProblemError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from typing import Any, NoReturn
 
     from rich.console import Console
@@ -141,14 +143,30 @@ def _count(text: str) -> int:
 def _planned(chosen: argparse.Namespace, problem: Problem, bound: bool = False) -> Plan:
     from allocator import solve
 
-    return solve(
-        problem,
-        chosen.mode,
-        seed=chosen.seed,
-        iterations=chosen.iterations,
-        time_limit=chosen.time_limit,
-        bound=bound,
-    )
+    with _silent_libraries():
+        return solve(
+            problem,
+            chosen.mode,
+            seed=chosen.seed,
+            iterations=chosen.iterations,
+            time_limit=chosen.time_limit,
+            bound=bound,
+        )
+
+
+@contextmanager
+def _silent_libraries() -> Iterator[None]:
+    """Keep the output ours: HiGHS prints a banner from C before it can be told not to."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _solve(chosen: argparse.Namespace) -> int:
@@ -180,7 +198,8 @@ def _explain(chosen: argparse.Namespace) -> int:
     plan = _planned(chosen, problem)
     placed = {placement.job for placement in plan.placements}
     jobs = chosen.jobs or [job.id for job in problem.jobs if job.id not in placed]
-    found = explain(problem, plan, jobs=jobs)
+    with _silent_libraries():
+        found = explain(problem, plan, jobs=jobs)
     if chosen.json:
         _write(chosen.json, [asdict(entry) for entry in found])
     if chosen.json != "-":
@@ -244,7 +263,9 @@ def _compare(chosen: argparse.Namespace) -> int:
         raise ProblemError(f"{where}: no problems there; expected *.yaml files")
     found = []
     for file in files:
-        found.append(compare(load_problem(file), full_seconds=chosen.full_seconds, seed=chosen.seed))
+        problem = load_problem(file)
+        with _silent_libraries():
+            found.append(compare(problem, full_seconds=chosen.full_seconds, seed=chosen.seed))
     if chosen.json:
         _write(chosen.json, [entry.to_dict() for entry in found])
     if chosen.json != "-":

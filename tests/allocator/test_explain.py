@@ -213,6 +213,23 @@ def test_the_cause_is_named_with_who_has_the_gpus_and_the_remedy_places_the_job(
         assert found.remedy is None
 
 
+@pytest.mark.parametrize("name", ["work that is worth more", "room only after the deadline", "a reservation"])
+def test_remedies_of_full_mode_place_the_job_in_full_mode(name: str) -> None:
+    posed = problem(**CASES[name][1])
+    found = why(posed, "j", "full")
+    assert helps(posed, found, "full")
+
+
+def test_the_earliest_start_holds_in_full_mode_too() -> None:
+    posed = generate(1, gpus=16, jobs=14, features=("holes",))
+    made = solve(posed)
+    placed = {placement.job for placement in made.placements}
+    left = [entry.id for entry in posed.jobs if entry.id not in placed]
+    found = explain(posed, made, jobs=left, remedies=False)[0]
+    again = solve(forced(posed, made, posed.job_by_id[found.job]), "full", time_limit=5)
+    assert [p.start for p in again.placements if p.job == found.job] == [found.earliest_start]
+
+
 def test_enough_free_gpus_that_are_not_side_by_side_are_called_too_wide() -> None:
     posed = problem(
         nodes=[{"name": "n0", "gpus": 5}],
