@@ -36,7 +36,7 @@ SOURCE = Path(server.ROOT) / "deployments" / "demo"
 HISTORY_SLOTS = 96
 FIRST_HOUR = 21  # of the recorded week; after 96 hours of history the demonstration starts as evening falls
 PLANS = 3
-TRAINING_STEPS = 30
+TRAINING_STEPS = 12
 MODEL = "outputs/plays-small/model"  # what the first training job leaves
 PROMPTS = (
     "To be, or",
@@ -160,12 +160,12 @@ def program(row: dict[str, str]) -> dict[str, Any]:
         seconds = f"{float(row['philly_duration_s']) / 240:.0f}"
         return {"command": [sys.executable, str(SOURCE / "own_program.py"), seconds]}
     if row["kind"] == "training":
-        size = {"steps": TRAINING_STEPS, "global_batch": 8, "seq_len": 128, "checkpoint_every": 10}
+        size = {"steps": TRAINING_STEPS, "micro_batch": 2, "global_batch": 4, "seq_len": 128, "checkpoint_every": 10}
         return {"training": {"config": {"model": "llama-tiny", "data": "shakespeare", **size}}}
     if row["kind"] == "batch_inference":
         return {"batch_inference": {"model": MODEL, "input": "prompts.jsonl", "max_new_tokens": 16}}
     scheme = "int8_dynamic" if "dynamic" in row["id"] else "int8_weight_only"
-    return {"quantization": {"model": MODEL, "scheme": scheme, "windows": 16, "seq_len": 128}}
+    return {"quantization": {"model": MODEL, "scheme": scheme, "windows": 8, "seq_len": 128}}
 
 
 def follow(site: Site, console: Console, began: float) -> None:
