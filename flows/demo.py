@@ -160,8 +160,9 @@ def program(row: dict[str, str]) -> dict[str, Any]:
         seconds = f"{float(row['philly_duration_s']) / 240:.0f}"
         return {"command": [sys.executable, str(SOURCE / "own_program.py"), seconds]}
     if row["kind"] == "training":
-        size = {"steps": TRAINING_STEPS, "micro_batch": 2, "global_batch": 4, "seq_len": 128, "checkpoint_every": 10}
-        return {"training": {"config": {"model": "llama-tiny", "data": "shakespeare", **size}}}
+        batch = {"micro_batch": 2, "global_batch": 4, "seq_len": 128}
+        model = {"model": "llama-tiny", "data": "shakespeare", "steps": TRAINING_STEPS, **batch}
+        return {"training": {"config": model}}
     if row["kind"] == "batch_inference":
         return {"batch_inference": {"model": MODEL, "input": "prompts.jsonl", "max_new_tokens": 16}}
     scheme = "int8_dynamic" if "dynamic" in row["id"] else "int8_weight_only"
