@@ -136,7 +136,9 @@ def show(
     if plan.unplaced:
         console.print(_unplaced(problem, plan, most_unplaced, remedies or {}), highlight=False)
         if len(plan.unplaced) > most_unplaced:
-            console.print(f"and {len(plan.unplaced) - most_unplaced} more (--json has them all)")
+            console.print(
+                f"and {len(plan.unplaced) - most_unplaced} more (--json has them all)", highlight=False
+            )
     for warning in plan.warnings:
         console.print(f"[yellow]warning:[/yellow] {_safe(warning)}", highlight=False)
 
