@@ -42,5 +42,5 @@ $(READY): pyproject.toml constraints.txt $(MOVED)
 	or later; $(PYTHON) is $$("$(PYTHON)" --version 2>&1)" >&2; exit 1; }
 	@echo "setting up .venv (2 GB, a few minutes) ..."
 	@"$(PYTHON)" -m venv .venv
-	@$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,s3test,lint]'
+	@$(RUN) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[test,s3test,lint]'
 	@echo "$(CURDIR)" > $(READY)
