@@ -111,6 +111,8 @@ def up(
             instance = _next_instance(site, instance, bool(processes), host, port)
         elif instance is None:
             raise ServerError(f"{_run(site) / INSTANCE} cannot be read; run `slotwise down` first")
+        elif port not in (None, instance.port):
+            raise ServerError(f"the server runs on port {instance.port} already; run `slotwise down` first")
         start = _Start(site, instance, processes, began, deadline)
         try:
             deployed = start.server_and_deployments(deployments)

@@ -128,6 +128,12 @@ def test_a_second_up_says_where_it_runs_and_starts_nothing(
     assert up(site, deployments=standin_deployments) == Running(site_up.api_url, site_up.ui_url, site_up.pids)
 
 
+def test_a_running_server_does_not_change_its_port(site: Site, site_up: Running) -> None:
+    port = int(site_up.ui_url.rsplit(":", 1)[1])
+    with pytest.raises(ServerError, match=f"the server runs on port {port} already"):
+        up(site, port=port + 1)
+
+
 def test_the_ui_is_served_and_asks_the_same_server(site_up: Running) -> None:
     with urllib.request.urlopen(site_up.ui_url, timeout=30) as page:
         assert b"<html" in page.read().lower()
