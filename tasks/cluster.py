@@ -7,7 +7,6 @@ import zoneinfo
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -150,9 +149,9 @@ class Site:
         """Directory on this machine's own disk: the ledger, server data, process ids, logs."""
         return (self.file.parent / self.cluster.state).absolute()
 
-    @cached_property
+    @property
     def storage(self) -> Storage:
-        """The opened storage, one client for as long as the site is used."""
+        """The opened storage."""
         return open_storage(self.storage_root)
 
     @property
