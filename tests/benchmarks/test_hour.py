@@ -18,7 +18,6 @@ from tasks.collect import ledger_directory
 from tasks.nodes import renew_lease
 from tests.flows.conftest import MakeSite
 
-pytest_plugins = ("tests.flows.conftest",)
 pytestmark = [pytest.mark.benchmark, pytest.mark.xdist_group("server")]
 NODES, GPUS, JOBS = 8, 8, 200
 
