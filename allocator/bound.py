@@ -1,12 +1,13 @@
 """A proven upper bound of the objective: the linear program over starts, tightened by rows that plans keep.
 
 The relaxation (see ``relaxation``) is solved by HiGHS; rows that its solution breaks are added and it is
-solved again, until none is broken or time is up. What is reported never depends on the solver being right: the bound
-is computed from the row prices by weak duality, in which any prices that are not negative give a bound, good ones a good
-one. So a run that was cut short, or ended with small errors, still proves what it says.
+solved again, until none is broken or time is up. What is reported never depends on the solver being right:
+the bound is computed from the row prices by weak duality, in which any prices that are not negative give a
+bound, good ones a good one. So a run that was cut short, or ended with small errors, still proves what it
+says.
 
-The cost of the choice: the linear program lets half a job run, so on few large jobs the bound is some percent above the
-best plan. ``full`` closes that with an integer model over the same rows.
+The cost of the choice: the linear program lets half a job run, so on few large jobs the bound is some
+percent above the best plan. ``full`` closes that with an integer model over the same rows.
 """
 
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ def linear_bound(relaxation: Relaxation, time_limit: float, rounds: int = _ROUND
     )
     if not len(upper):
         return best
-    program = _Program(relaxation)
+    program = LinearProgram(relaxation)
     program.add(relaxation.rows)
     added: list[Row] = []
     for _ in range(rounds):
@@ -100,13 +101,13 @@ def linear_bound(relaxation: Relaxation, time_limit: float, rounds: int = _ROUND
     return best
 
 
-class _Program:
+class LinearProgram:
     """The linear program in HiGHS, and its rows as arrays for the proof."""
 
     def __init__(self, relaxation: Relaxation) -> None:
         self.relaxation = relaxation
         self.upper = relaxation.upper.astype(float)
-        self.highs = highspy.Highs()
+        self.highs = highspy.Highs()  # type: ignore[no-untyped-call]
         self.highs.setOptionValue("output_flag", False)
         self.highs.setOptionValue("threads", 1)
         self.highs.setOptionValue("random_seed", 0)
@@ -141,7 +142,8 @@ class _Program:
         self.rows += rows
 
     def solve(self, seconds: float) -> tuple[Floats | None, Floats | None]:
-        """The values of the variables when solved to the end, and the prices of the rows when there are any."""
+        """The values of the variables when solved to the end, and the prices of the rows when there are
+        any."""
         if seconds <= 0:
             return None, None
         self.highs.setOptionValue("time_limit", self.highs.getRunTime() + seconds)
@@ -151,6 +153,12 @@ class _Program:
         if self.highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
             return None, prices
         return np.array(found.col_value), prices
+
+    def bound(self, variables: list[int], lower: Floats, upper: Floats) -> None:
+        """Narrow some variables."""
+        if variables:
+            numbers = np.array(variables, dtype=np.int32)
+            self.highs.changeColsBounds(len(variables), numbers, lower, upper)
 
     def proven(self, prices: Floats) -> tuple[float, Floats]:
         """Weak duality: the limits at these prices, and what each variable earns beyond what it pays."""
@@ -180,9 +188,7 @@ class Branching:
         closed: variables that no better plan uses.
     """
 
-    def __init__(
-        self, relaxation: Relaxation, linear: Bound, start: dict[int, int], known: float
-    ) -> None:
+    def __init__(self, relaxation: Relaxation, linear: Bound, start: dict[int, int], known: float) -> None:
         self.relaxation = relaxation
         self.known = known
         self.bound = linear.value
@@ -190,7 +196,7 @@ class Branching:
         self.worth = -float("inf")
         self.improvements = 0
         self._stopped = False
-        self._program = _Program(relaxation)
+        self._program = LinearProgram(relaxation)
         self.rows = [*linear.rows, *relaxation.block_rows()]
         self._program.add([*relaxation.rows, *self.rows])
         self.closed = self._close(linear, start)

@@ -1,9 +1,10 @@
-"""A plan, or a part of it, cell by cell in CP-SAT: jobs choose places, services choose GPUs, and no cell is taken twice.
+"""A plan, or a part of it, cell by cell in CP-SAT: jobs choose places, services choose GPUs, and no cell is
+taken twice.
 
-There is a boolean for each place that an open job could take (the first GPU of a block, and a start) and, where a
-service is open, one for each replica and slot. Everything else stays as it is in the given state. With all open
-this is the whole problem, exact down to the last rule, for small ones; with some jobs and slots open it is a
-neighbourhood for ``search``.
+There is a boolean for each place that an open job could take (the first GPU of a block, and a start) and,
+where a service is open, one for each replica and slot. Everything else stays as it is in the given state.
+With all open this is the whole problem, exact down to the last rule, for small ones; with some jobs and
+slots open it is a neighbourhood for ``search``.
 
 The invariant: the state itself is a solution of every model made from it, so a search never loses it.
 """
@@ -19,7 +20,9 @@ from allocator.grid import Option
 from allocator.packing import places
 from allocator.plan import Placement, Plan, ServicePlan
 from allocator.problem import Service
+from allocator.realtime import Held
 from allocator.relaxation import Relaxation
+from allocator.schedule import Schedule
 
 _FINE = 10**5  # parts of a unit of worth, when there is no smaller scale
 
@@ -35,6 +38,7 @@ class Budget:
     seconds: float
     seed: int = 0
     workers: int = 1
+    hasty: bool = False  # for small models, of which presolve would take most of the time
 
     def solver(self) -> cp_model.CpSolver:
         solver = cp_model.CpSolver()
@@ -42,6 +46,9 @@ class Budget:
         solver.parameters.random_seed = self.seed
         solver.parameters.max_deterministic_time = max(self.effort, 1e-3)
         solver.parameters.max_time_in_seconds = max(self.seconds, 1e-3)
+        if self.hasty:
+            solver.parameters.cp_model_probing_level = 0
+            solver.parameters.symmetry_level = 0
         return solver
 
 
@@ -97,11 +104,10 @@ class State:
         for s in relaxation.services:
             unit = s.service.gpus_per_replica
             for slot, mask in enumerate(self.held[s.service.service]):
-                values.update(dict.fromkeys(s.total[slot][: mask.bit_count() // unit].tolist(), 1))
+                relaxation.hold(values, s.total[slot], mask.bit_count() // unit)
                 if len(relaxation.classes) > 1:
                     for stack, inside in zip(s.levels[slot], relaxation.classes, strict=True):
-                        count = (mask & inside).bit_count() // unit
-                        values.update(dict.fromkeys(stack[:count].tolist(), 1))
+                        relaxation.hold(values, stack, (mask & inside).bit_count() // unit)
         relaxation.complete(values)
         return values
 
@@ -161,6 +167,43 @@ def plan_of(relaxation: Relaxation, state: State) -> tuple[tuple[Placement, ...]
     return tuple(found), tuple(services)
 
 
+def schedule_of(relaxation: Relaxation, state: State) -> Schedule:
+    """The state as a schedule, which fast mode's searches work on; of each group the most valuable start
+    first."""
+    layout = relaxation.layout
+    held = [
+        Held(service, state.held[service.service], layout, True) for service in relaxation.problem.services
+    ]
+    schedule = Schedule(layout, relaxation.tasks, held)
+    count = [0] * len(relaxation.groups)
+    for block in sorted(state.jobs, key=lambda block: relaxation.spots[block[0]].start):
+        spot = relaxation.spots[block[0]]
+        task = relaxation.tasks[relaxation.groups[spot.group].tasks[count[spot.group]]]
+        count[spot.group] += 1
+        schedule.packing.put(task, spot.option, spot.start, job_cells(relaxation, block))
+    return schedule
+
+
+def state_of_schedule(relaxation: Relaxation, schedule: Schedule) -> State:
+    """The state that a schedule is in."""
+    layout, packing = relaxation.layout, schedule.packing
+    jobs: list[Block] = []
+    for task in relaxation.tasks:
+        block = packing.cells[task.index]
+        if block:
+            start, option = packing.start[task.index], packing.option[task.index]
+            row = (block >> (start * layout.gpus)) & layout.row
+            first = (row & -row).bit_length() - 1
+            at = next(
+                at
+                for at in relaxation.spots_at(relaxation.group_of[task.index], start)
+                if (spot := relaxation.spots[at]).option is option and spot.where >> first & 1
+            )
+            firsts = tuple(bits(row)[:: spot.piece]) if spot.pieces > 1 else (first,)
+            jobs.append((at, firsts))
+    return State(jobs, {held.service.service: list(held.rows) for held in schedule.held})
+
+
 def job_cells(relaxation: Relaxation, block: Block) -> int:
     at, firsts = block
     spot = relaxation.spots[at]
@@ -172,7 +215,8 @@ def job_cells(relaxation: Relaxation, block: Block) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Improved:
-    """What a model gave: a state at least as good, or None; a bound of its objective; whether it is proven best."""
+    """What a model gave: a state at least as good, or None; a bound of its objective; whether it is proven
+    best."""
 
     state: State | None
     bound: float
@@ -182,11 +226,12 @@ class Improved:
 class CellModel:
     """A model around a state.
 
-    Args:
-        open_jobs: positions in the state's list of the jobs that may move or go; jobs that are out may come in.
-        open_slots: of each open service, the slots (from, to) in which it may hold other GPUs.
-        within: cells that open jobs and services may use; None for all that are free.
-        groups: numbers of the groups whose jobs may come in; None for all.
+    Args: open_jobs: positions in the state's list of the jobs that may move or go; jobs that are out may
+    come in. open_slots: of each open service, the slots (from, to) in which it may hold other GPUs. within:
+    cells that open jobs and services may use; None for all that are free. groups: numbers of the groups
+    whose jobs may come in; None for all. snug: whether jobs may only go where they leave room on one side,
+    or to multiples of their width. The model is then several times smaller, and its bound holds for such
+    places only.
     """
 
     def __init__(
@@ -197,8 +242,10 @@ class CellModel:
         open_slots: dict[str, tuple[int, int]],
         within: int | None = None,
         groups: Iterable[int] | None = None,
+        snug: bool = False,
     ) -> None:
         self.relaxation = relaxation
+        self.snug = snug
         self.state = state
         self.open_jobs = sorted(open_jobs)
         self.open_slots = open_slots
@@ -207,6 +254,7 @@ class CellModel:
         self.places: dict[tuple[int, int], Literal] = {}
         self.gangs: dict[int, Literal] = {}
         self.holds: dict[tuple[str, int, int], Literal] = {}
+        self._aligned: dict[int, int] = {}
         self.terms: list[tuple[Literal, float]] = []
         self.constant = 0.0
         layout = relaxation.layout
@@ -223,7 +271,9 @@ class CellModel:
         for service in relaxation.problem.services:
             if service.service in open_slots:
                 self._add_service(service, *open_slots[service.service])
-        for literals in self.cells.values():
+        # Cells with the same contenders, such as the slots of a job beside itself, need one row.
+        different = {tuple([v.index for v in literals]): literals for literals in self.cells.values()}
+        for literals in different.values():
             if len(literals) > 1:
                 self.model.add_at_most_one(literals)
         self._add_tenants()
@@ -262,7 +312,8 @@ class CellModel:
             if solver.boolean_value(hold):
                 held[name][slot] |= ones[name] << begin
         found = State(jobs, held)
-        rest = found.worth(self.relaxation) - solver.objective_value / self.scale  # what the model has not in it
+        # What the model has not in it.
+        rest = found.worth(self.relaxation) - solver.objective_value / self.scale
         return Improved(found, rest + solver.best_objective_bound / self.scale + 2 * self.rounding, proven)
 
     # Jobs
@@ -277,6 +328,10 @@ class CellModel:
             numbers = list(range(len(relaxation.groups)))
         else:
             numbers = sorted({relaxation.spots[at].group for at, _ in mine} | set(groups))
+        now = {(at, first) for at, firsts in mine for first in firsts}
+        self.now: dict[int, int] = {}
+        for at, first in now:
+            self.now[at] = self.now.get(at, 0) | 1 << first
         where: dict[int, int] = {}
         for number in numbers:
             group = relaxation.groups[number]
@@ -289,7 +344,6 @@ class CellModel:
                 starts += self._places(number, option, where[key], len(left))
             if starts:
                 self._count(starts, [relaxation.tasks[task].worth for task in left])
-        now = {(at, first) for at, firsts in mine for first in firsts}
         for place_key, place in self.places.items():
             self.model.add_hint(place, place_key in now)
         spots = [at for at, _ in mine]
@@ -307,6 +361,8 @@ class CellModel:
                 inside = row & spot.where
                 if spot.option is not option or inside.bit_count() < spot.pieces:
                     continue
+                if self.snug and spot.gang < 0:
+                    inside = self._snug(inside, spot.piece, left) | self.now.get(at, 0)
                 blocks = []
                 for first in bits(inside):
                     place = self.places[at, first] = model.new_bool_var("")
@@ -322,6 +378,22 @@ class CellModel:
                 if gain := relaxation.gain(spot):
                     self.terms += [(block, gain) for block in blocks]
         return starts
+
+    def _snug(self, begins: int, width: int, count: int) -> int:
+        """Of the places of a start, those at either end of a run of them, and those at multiples of the
+        width."""
+        even = self._aligned.get(width)
+        if even is None:
+            problem = self.relaxation.problem
+            even = 0
+            for first, node in zip(problem.first_gpu, problem.nodes, strict=True):
+                for begin in range(0, node.gpus - width + 1, width if width > 2 else 4):
+                    even |= 1 << (first + begin)
+            self._aligned[width] = even
+        ends = begins & (~(begins << 1) | ~(begins >> 1))
+        if width < 3 and count > 1:
+            ends |= begins & (~(begins << 2 * width) | ~(begins >> width))
+        return begins & (even | ends)
 
     def _count(self, starts: list[Literal], worths: list[float]) -> None:
         """As many jobs of a group are in as have a place, the most valuable first."""
@@ -356,7 +428,9 @@ class CellModel:
                 for gpu in range(begin, begin + unit):
                     self.cells.setdefault((slot, gpu), []).append(hold)
             levels = [model.new_bool_var("") for _ in variables.total[slot]]
-            for number, (level, variable) in enumerate(zip(levels, variables.total[slot].tolist(), strict=True)):
+            for number, (level, variable) in enumerate(
+                zip(levels, variables.total[slot].tolist(), strict=True)
+            ):
                 model.add_hint(level, number < len(now))
                 self.terms.append((level, float(relaxation.objective[variable])))
             for lower, higher in pairwise(levels):
@@ -367,7 +441,7 @@ class CellModel:
             whole = [r for r in layout.replicas(mask, unit) if not r & relaxation.out[0]]
             self._follow(service, 0, self._constant(sum(whole)), self._gpus_held(name, replicas[0], 0, unit))
         elif service.current is not None and first == 0:
-            model.add(unit * self._held(name, 0, replicas[0]) <= int(service.current) + service.ramp)  # type: ignore[call-overload]
+            model.add(unit * self._held(name, 0, replicas[0]) <= int(service.current) + service.ramp)  # type: ignore[arg-type]
         for slot in range(max(first, 1), min(last + 1, layout.horizon)):
             out = relaxation.out[slot]
             if slot - 1 in replicas:
@@ -405,7 +479,8 @@ class CellModel:
     def _follow(
         self, service: Service, slot: int, before: dict[int, Literal], now: dict[int, Literal]
     ) -> None:
-        """The GPUs of a slot contain those alive from before, or are among them; the ramp counts from those."""
+        """The GPUs of a slot contain those alive from before, or are among them; the ramp counts from
+        those."""
         model, rises = self.model, self.model.new_bool_var("")
         committed = ~self.relaxation.free[slot] & ~self.relaxation.out[slot]
         for gpu in sorted(before.keys() | now.keys()):
@@ -433,7 +508,7 @@ class CellModel:
                 spot = self.relaxation.spots[at]
                 for t in range(spot.start, spot.end):
                     by_slot[t].append((place, at, spot.piece))
-        return by_slot[slot]
+        return by_slot[slot]  # type: ignore[no-any-return]
 
     def _fixed_use(self, slot: int) -> list[tuple[int, int]]:
         """Fixed jobs that are active in a slot: spot, GPUs."""
@@ -465,7 +540,7 @@ class CellModel:
                 mine = [(v, g) for v, at, g in active if relaxation.tenant_of(at) == tenant]
                 unused[tenant] = model.new_int_var(0, held, "")
                 model.add(unused[tenant] + sum(g * v for v, g in mine) >= held - own)
-            used = sum(g for _, g in fixed) + sum(g * v for v, _, g in active) + self._services_hold(slot)
+            used = sum(g for _, g in fixed) + sum(g * v for v, _, g in active) + self._services_hold(slot)  # type: ignore[operator]
             room = relaxation.free[slot].bit_count()
             users = {relaxation.tenant_of(at) for at, _ in fixed} | {
                 relaxation.tenant_of(at) for _, at, _ in active
@@ -475,7 +550,7 @@ class CellModel:
                 if not others:
                     continue
                 at_work = model.new_bool_var("")
-                model.add(used + sum(others) <= room).only_enforce_if(at_work)
+                model.add(used + sum(others) <= room).only_enforce_if(at_work)  # type: ignore[operator]
                 for v, at, _ in active:
                     if relaxation.tenant_of(at) == user:
                         model.add_implication(v, at_work)
@@ -488,8 +563,10 @@ class CellModel:
             for service in self.relaxation.problem.services:
                 first, last = self.open_slots.get(service.service, (0, 0))
                 if first <= slot < last:
-                    holds = [v for (name, t, _), v in self.holds.items() if name == service.service and t == slot]
-                    total += service.gpus_per_replica * cp_model.LinearExpr.sum(holds)
+                    holds = [
+                        v for (name, t, _), v in self.holds.items() if name == service.service and t == slot
+                    ]
+                    total += service.gpus_per_replica * cp_model.LinearExpr.sum(holds)  # type: ignore[operator]
                 else:
                     total += self.state.held[service.service][slot].bit_count()
         return total
@@ -511,11 +588,11 @@ class CellModel:
                 if have >= lowest:
                     continue
             lack = model.new_bool_var("")
-            model.add(have >= lowest).only_enforce_if(~lack)  # type: ignore[arg-type]
+            model.add(have >= lowest).only_enforce_if(~lack)
             if unit == 1:
                 used = sum(g * v for v, _, g in self._active(0)) + sum(g for _, g in self._fixed_use(0))
                 full = relaxation.free[0].bit_count()
-                model.add(used + self._services_hold(0) >= full).only_enforce_if(lack)
+                model.add(used + self._services_hold(0) >= full).only_enforce_if(lack)  # type: ignore[operator]
 
 
 def bits(mask: int) -> list[int]:

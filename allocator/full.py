@@ -2,28 +2,30 @@
 
 Three searches work on one set of variables (``relaxation``) and help each other:
 
-* the linear program bounds the objective and says which starts cannot be part of a better plan;
-* branch and bound in counts (HiGHS) sharpens the bound, and its solutions are given GPUs (``rectangles``);
-* large neighbourhood search (CP-SAT) improves the best plan, beginning with the one that came in. It works at the
-  same time as branch and bound, on a second core.
+* the linear program bounds the objective and says which starts cannot be part of a better plan; * branch
+and bound in counts (HiGHS) sharpens the bound, and its solutions are given GPUs (``rectangles``); * large
+neighbourhood search (CP-SAT) improves the best plan, beginning with the one that came in. It works at the
+same time as branch and bound, on a second core.
 
-On problems of some ten jobs the whole problem is solved cell by cell in the end, which leaves no gap.
-The invariant: what is returned is never worth less than the plan that came in, whatever a solver does, and its
-bound is proven. Random choices follow from the seed; where time ends a search, and not its own end, two runs may differ.
+On problems of some ten jobs the whole problem is solved cell by cell in the end, which leaves no gap. The
+invariant: what is returned is never worth less than the plan that came in, whatever a solver does, and its
+bound is proven. Random choices follow from the seed; where time ends a search, and not its own end, two
+runs may differ.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from threading import Thread
 from time import perf_counter
 
 from allocator.bound import Bound, Branching, linear_bound, rounded_down
-from allocator.cells import Budget, CellModel, State, plan_of, state_of
+from allocator.cells import Budget, CellModel, State, plan_of, schedule_of, state_of
 from allocator.counts import solve_counts
 from allocator.grid import Layout
 from allocator.packing import FIRST
 from allocator.plan import Plan
 from allocator.problem import Problem
-from allocator.realtime import Held, hold
+from allocator.realtime import hold
 from allocator.rectangles import pack
 from allocator.relaxation import Relaxation
 from allocator.schedule import Schedule
@@ -33,13 +35,13 @@ _DUST = 1e-7
 _LINEAR_SHARE = 0.3  # of the time, at most, for the linear program
 _COUNT_SHARE, _COUNT_SECONDS = 0.3, 6.0  # of the time left, at most, for CP-SAT in counts
 _PACK_SECONDS = 3.0
+_FIRST_STEPS = 1000  # of fast mode's local search, before all else
+_GRACE_SECONDS = 0.3  # for branch and bound to notice that it should stop
 _MOST_PLACES = 4000  # of a whole problem that is solved cell by cell
 _POLISH_ROUNDS = 4
 
 
-def solve_full(
-    problem: Problem, incumbent: Plan, time_limit: float, seed: int, workers: int = 2
-) -> Plan:
+def solve_full(problem: Problem, incumbent: Plan, time_limit: float, seed: int, workers: int = 2) -> Plan:
     """The best plan found, starting from another, with its proven bound.
 
     Args:
@@ -82,7 +84,12 @@ class _Effort:
 
     def branch_and_search(self, until: float, workers: int) -> None:
         """Branch and bound in counts beside neighbourhood search, each using what the other found."""
-        branching = Branching(self.relaxation, self.linear, self.search.state.values(self.relaxation), self.search.worth)
+        relaxation = self.relaxation
+        self.search.shuffle(_FIRST_STEPS, perf_counter() + 0.1 * (until - perf_counter()))
+        if self.closed():
+            return
+        start = self.search.state.values(relaxation)
+        branching = Branching(relaxation, self.linear, start, self.search.worth)
         if workers == 1:
             branching.run(0.5 * (until - perf_counter()))
             self._use(branching, until)
@@ -90,48 +97,49 @@ class _Effort:
             return
         thread = Thread(target=branching.run, args=(until - perf_counter(),), daemon=True)
         thread.start()
-        used = 0
-        self._count(branching, min(_COUNT_SHARE * (until - perf_counter()), _COUNT_SECONDS), until)
-        while perf_counter() < until and not self.closed():
-            self.bound = min(self.bound, branching.bound)
-            branching.known = self.search.worth
-            if branching.improvements > used or not thread.is_alive():
-                used = branching.improvements
-                alive = thread.is_alive()
-                self._use(branching, until)
-                if not alive:
+        try:
+            seconds = min(_COUNT_SHARE * (until - perf_counter()), _COUNT_SECONDS)
+            self._count(seconds, until, lambda: not thread.is_alive())
+            used = 0
+            while thread.is_alive() and perf_counter() < until:
+                branching.known = self.search.worth
+                if branching.improvements > used:
+                    used = branching.improvements
+                    self._use(branching, until)
+                self.bound = min(self.bound, branching.bound)
+                if self.closed():
                     break
-            if not self.closed():
                 self.search.step(until - perf_counter())
-        branching.stop()
-        thread.join(max(0.0, until - perf_counter()) + 0.2)
-        self.bound = min(self.bound, branching.bound)
-        if not self.closed() and self._is_small():
-            return
-        self.search.run(until, self.closed)
+        finally:
+            branching.stop()
+            thread.join(max(0.0, until - perf_counter()) + _GRACE_SECONDS)
+        self._use(branching, until)
+        if not self.closed() and not self._is_small():
+            self.search.run(until, self.closed)
 
-    def _count(self, branching: Branching, seconds: float, until: float) -> None:
+    def _count(self, seconds: float, until: float, enough: Callable[[], bool]) -> None:
         """The same problem in counts by CP-SAT, for some seconds."""
-        relaxation, state = self.relaxation, self.search.state
-        values, bound = solve_counts(
-            relaxation, branching.rows, branching.closed, state.values(relaxation), Budget(seconds, seconds, self.seed)
-        )
-        self.bound = min(self.bound, max(bound, self.search.worth))
-        self._give_gpus(values, until)
+        compact = Relaxation(self.relaxation.problem, compact=True)
+        start = self.search.state.values(compact)
+        budget = Budget(seconds, seconds, self.seed)
+        values, bound = solve_counts(compact, compact.block_rows(), start, budget, enough)
+        self.bound = min(self.bound, bound)
+        if not enough():
+            self._give_gpus(compact, values, until)
 
     def _use(self, branching: Branching, until: float) -> None:
         self.bound = min(self.bound, branching.bound)
-        self._give_gpus(branching.values, until)
+        self._give_gpus(self.relaxation, branching.values, until)
 
-    def _give_gpus(self, values: dict[int, int], until: float) -> None:
+    def _give_gpus(self, counted: Relaxation, values: dict[int, int], until: float) -> None:
         """Give GPUs to a solution in counts, when it is worth more than the best plan."""
         relaxation = self.relaxation
-        worth = relaxation.constant + sum(float(relaxation.objective[at]) * v for at, v in values.items())
+        worth = counted.constant + sum(float(counted.objective[at]) * v for at, v in values.items())
         if not values or worth <= self.search.worth + _DUST:
             return
         for together in (True, False):
             seconds = min(_PACK_SECONDS, until - perf_counter())
-            found = pack(relaxation, values, Budget(_PACK_SECONDS, seconds, self.seed), together)
+            found = pack(counted, values, Budget(_PACK_SECONDS, seconds, self.seed), together)
             if found is None:
                 continue
             if found.worth(relaxation) > self.search.worth + _DUST and self._keeps_rules(found):
@@ -165,23 +173,11 @@ class _Effort:
 
 
 def polished(relaxation: Relaxation, state: State) -> Plan:
-    """The plan of a state: services hold no more than they need, and jobs start as early as all others allow."""
+    """The plan of a state: services hold no more than they need, and jobs start as early as all others
+    allow."""
     from allocator.solver import finish
 
-    layout = relaxation.layout
-    held = [
-        Held(service, state.held[service.service], layout, True) for service in relaxation.problem.services
-    ]
-    schedule = Schedule(layout, relaxation.tasks, held)
-    count = [0] * len(relaxation.groups)
-    for at, firsts in sorted(state.jobs, key=lambda block: relaxation.spots[block[0]].start):
-        spot = relaxation.spots[at]
-        task = relaxation.tasks[relaxation.groups[spot.group].tasks[count[spot.group]]]
-        count[spot.group] += 1
-        cells = 0
-        for first in firsts:
-            cells |= spot.option.shape << (spot.start * layout.gpus + first)
-        schedule.packing.put(task, spot.option, spot.start, cells)
+    layout, schedule = relaxation.layout, schedule_of(relaxation, state)
     order = sorted(relaxation.tasks, key=lambda task: -task.density)
     for _ in range(_POLISH_ROUNDS):
         moved = False
@@ -202,7 +198,11 @@ def _leaner(layout: Layout, schedule: Schedule) -> Schedule | None:
     for at, now in enumerate(held):
         for free in (now.cells, schedule.packing.free | now.cells):
             other = hold(layout, free, now.service, 0)
-            if (other.cost, sum(other.counts)) < (now.cost, sum(now.counts)) and other.allowed and other.cost <= now.cost:
+            if (
+                (other.cost, sum(other.counts)) < (now.cost, sum(now.counts))
+                and other.allowed
+                and other.cost <= now.cost
+            ):
                 held[at], changed = other, True
                 break
         if changed:

@@ -1,11 +1,12 @@
 """GPUs for starts that are known: rectangles in the grid of GPUs × slots.
 
-When it is known which jobs run, when, and how many GPUs each service holds in each slot, what is left to find is
-where. Every block of a job is a rectangle of fixed size that slides along the GPUs. A service is made of
-levels: its k-th replica is held in the intervals in which it holds at least k. These intervals are nested, so one
-rectangle for each keeps the rule that the GPUs of a service only grow while its count rises and only shrink
-while it falls. Where a GPU fails, the rectangle may go on elsewhere, and what it holds now stays with it.
-CP-SAT places the rectangles; jobs that cannot be placed together are left out, those of least worth first.
+When it is known which jobs run, when, and how many GPUs each service holds in each slot, what is left to
+find is where. Every block of a job is a rectangle of fixed size that slides along the GPUs. A service is
+made of levels: its k-th replica is held in the intervals in which it holds at least k. These intervals are
+nested, so one rectangle for each keeps the rule that the GPUs of a service only grow while its count rises
+and only shrink while it falls. Where a GPU fails, the rectangle may go on elsewhere, and what it holds now
+stays with it. CP-SAT places the rectangles; jobs that cannot be placed together are left out, those of
+least worth first.
 
 The cost of the choice: replicas that come and go together are first kept side by side, which is faster; a
 second attempt lets them part.
@@ -75,7 +76,8 @@ def spot_counts(relaxation: Relaxation, values: dict[int, int]) -> dict[int, int
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """GPUs that a service holds in the slots from first up to last: ``width`` of them, beginning at ``at``."""
+    """GPUs that a service holds in the slots from first up to last: ``width`` of them, beginning at
+    ``at``."""
 
     first: int
     last: int

@@ -1,21 +1,22 @@
 """The planning problem in counts: jobs choose a start and a class of nodes, and what is active has to fit.
 
-What is left out is which GPUs of which node a job gets. So every plan is a solution here and the best solution
-here is an upper bound; its starts can nearly always be packed afterwards. The bound (as a linear program) and full
-mode (as an integer one) share this one set of variables and rows.
+What is left out is which GPUs of which node a job gets. So every plan is a solution here and the best
+solution here is an upper bound; its starts can nearly always be packed afterwards. The bound (as a linear
+program) and full mode (as an integer one) share this one set of variables and rows.
 
 Three things keep the counts close to what GPUs allow, where running jobs and holes cut nodes into pieces:
 
-* a class is nodes that are alike: of one size and type, free in the same slots. So an odd node has
-  its own columns, while equal nodes, which could be exchanged in any plan, are counted together;
-* a start is left out when no block of free GPUs is wide enough for its whole duration;
-* rows in which a job weighs ``f(width)`` and a run of free GPUs holds ``f(run)``, for functions f with
-  f(a) + f(b) ≤ f(a + b): what fits in a run then never weighs more than the run. f = 1 per GPU is plain
-  capacity, f = ⌊width/k⌋ says that no two runs make one block. The functions tried are roundings of width·p/q.
-  The same rows for windows of several slots, in which jobs active throughout share the GPUs free throughout.
+* a class is nodes that are alike: of one size and type, free in the same slots. So an odd node has its own
+columns, while equal nodes, which could be exchanged in any plan, are counted together; * a start is left
+out when no block of free GPUs is wide enough for its whole duration; * rows in which a job weighs
+``f(width)`` and a run of free GPUs holds ``f(run)``, for functions f with f(a) + f(b) ≤ f(a + b): what fits
+in a run then never weighs more than the run. f = 1 per GPU is plain capacity, f = ⌊width/k⌋ says that no
+two runs make one block. The functions tried are roundings of width·p/q. The same rows for windows of
+several slots, in which jobs active throughout share the GPUs free throughout.
 
-Services are counted in levels ("holds at least n"), because a linear program would else let a service give up half a
-replica to save half of the cost; and a level can say that it takes the last GPU that a wide job needs.
+Services are counted in levels ("holds at least n"), because a linear program would else let a service give
+up half a replica to save half of the cost; and a level can say that it takes the last GPU that a wide job
+needs.
 
 The invariant: every row holds for every plan that keeps the rules of ``check``. Rows are many, so all but
 the first few are added when a solution breaks them. Coefficients are whole numbers.
@@ -69,9 +70,8 @@ class Group:
 class ServiceVariables:
     """The variables of a service.
 
-    Attributes:
-        levels: for each slot and class, the variables that say that it holds at least 1, 2, ... replicas there.
-        total: the same for all classes together; those of the class when there is only one.
+    Attributes: levels: for each slot and class, the variables that say that it holds at least 1, 2, ...
+    replicas there. total: the same for all classes together; those of the class when there is only one.
     """
 
     service: Service
@@ -115,8 +115,9 @@ class Relaxation:
         rows: those that are always there.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, compact: bool = False) -> None:
         self.problem = problem
+        self.compact = compact
         self.layout = layout = Layout(problem)
         self.tasks = build_tasks(layout)
         self.free = [(layout.free >> (slot * layout.gpus)) & layout.row for slot in range(layout.rows)]
@@ -127,9 +128,10 @@ class Relaxation:
         self._upper: list[int] = []
         self._objective: list[float] = []
         self.rows: list[Row] = []
+        self._steps: dict[int, list[int]] = {}
         self._completions: list[tuple[int, Callable[[dict[int, int]], int]]] = []
         found = self._find_spots()
-        for fine in (True, False):
+        for fine in (False,) if compact else (True, False):
             self.classes = _classes(self, fine)
             if len(self.classes) * len(found) <= _MAX_COLUMNS:
                 break
@@ -276,13 +278,11 @@ class Relaxation:
                 service.penalty * sum(min(max(want - level * unit, 0), unit) for want in wanted) / len(wanted)
                 for level in range(min(most, sum(room)))
             ]
-            together = np.array([self._new(1, gain) for gain in worth], dtype=np.int64)
-            self._stack(together)
+            make = self._one_number if self.compact else self._levels
+            together = make(len(worth), worth)
             by_class = [together]
             if len(room) > 1:
-                by_class = [np.array([self._new(1) for _ in range(n)], dtype=np.int64) for n in room]
-                for stack in by_class:
-                    self._stack(stack)
+                by_class = [make(n, []) for n in room]
                 held = [(int(v), 1) for stack in by_class for v in stack]
                 if held:
                     self._add([*((int(v), 1) for v in together), *((v, -1) for v, _ in held)], 0)
@@ -290,13 +290,28 @@ class Relaxation:
             levels.append(tuple(by_class))
             total.append(together)
         self._add_ramp(service, total)
-        if len(self.classes) > 1:
+        if len(self.classes) > 1 and not self.compact:
             self._stay_in_classes(service, levels, total)
         return ServiceVariables(service, tuple(levels), tuple(total))
 
-    def _stack(self, levels: Ints) -> None:
-        for lower, higher in pairwise(levels.tolist()):
+    def _levels(self, count: int, worth: list[float]) -> Ints:
+        """A variable for each level, of which the lower come first."""
+        levels = [self._new(1, worth[level] if worth else 0.0) for level in range(count)]
+        for lower, higher in pairwise(levels):
             self._add([(higher, 1), (lower, -1)], 0)
+        return np.array(levels, dtype=np.int64)
+
+    def _one_number(self, count: int, worth: list[float]) -> Ints:
+        """One variable for all levels, and one for the levels of each worth, of which the dearer come
+        first."""
+        if not count:
+            return np.zeros(0, dtype=np.int64)
+        number = self._new(count)
+        steps = [(self._new(worth.count(gain), gain), 1) for gain in sorted(set(worth), reverse=True) if gain]
+        if steps:
+            self._add([*steps, (number, -1)], 0)
+            self._steps[number] = [step for step, _ in steps]
+        return np.array([number], dtype=np.int64)
 
     def _add_ramp(self, service: Service, total: list[Ints]) -> None:
         unit = service.gpus_per_replica
@@ -309,7 +324,9 @@ class Relaxation:
             if not lost:
                 self._never_above(before, now, ramp)
             elif before:
-                self._add([*((v, unit) for v in before), *((v, -unit) for v in now)], service.ramp + unit * lost)
+                self._add(
+                    [*((v, unit) for v in before), *((v, -unit) for v in now)], service.ramp + unit * lost
+                )
         first = [(v, unit) for v in total[0].tolist()]
         if isinstance(service.current, tuple):
             mask = sum(1 << gpu for gpu in service.current)
@@ -324,16 +341,15 @@ class Relaxation:
         elif service.current is not None and first:
             self._add(first, service.current + service.ramp)
 
-    def _stay_in_classes(
-        self, service: Service, levels: list[tuple[Ints, ...]], total: list[Ints]
-    ) -> None:
+    def _stay_in_classes(self, service: Service, levels: list[tuple[Ints, ...]], total: list[Ints]) -> None:
         """Replicas do not move from class to class: in a slot all classes rise, or all fall."""
         unit, layout = service.gpus_per_replica, self.layout
         ramp = service.ramp // unit
         if isinstance(service.current, tuple):
             mask = sum(1 << gpu for gpu in service.current)
             kept = [r for r in layout.replicas(mask, unit) if not r & ~self.free[0]]
-            # Of the first so many replicas, those that a class has now stay there, or all that fall are of these.
+            # Of the first so many replicas, those that a class has now stay there, or all that fall are of
+            # these.
             first = [(v, 1) for v in total[0][: len(kept)].tolist()]
             for kind, inside in enumerate(self.classes):
                 here = sum(1 for r in kept if r & inside)
@@ -352,6 +368,11 @@ class Relaxation:
 
     def _never_above(self, this: list[int], that: list[int], by: int) -> None:
         """One stack of levels is no more than ``by`` higher than another."""
+        if self.compact:
+            terms = [*((v, 1) for v in this), *((v, -1) for v in that)]
+            if terms:
+                self._add(terms, by)
+            return
         for level in range(by, len(this)):
             if level - by < len(that):
                 self._add([(this[level], 1), (that[level - by], -1)], 0)
@@ -375,15 +396,16 @@ class Relaxation:
     def fit_row(
         self, first: int, last: int, kind: int, rounding: "_Rounding", service: int | None = None
     ) -> Row | None:
-        """What is active in each slot from first up to last fits in the runs of GPUs that are free throughout.
+        """What is active in each slot from first up to last fits in the runs of GPUs that are free
+        throughout.
 
-        With ``service``, and a rounding down to blocks, the row knows how many blocks are lost as this service
-        holds more.
+        With ``service``, and a rounding down to blocks, the row knows how many blocks are lost as this
+        service holds more.
         """
         columns = self.active(first, last)
         columns = columns[self.kind[columns] == kind]
         weights = rounding.of(self.piece[columns])
-        variables, weights = [columns[weights > 0]], [weights[weights > 0]]
+        variables, weights = [columns[weights > 0]], [weights[weights > 0]]  # type: ignore[assignment]
         runs = self.runs(first, last, kind)
         if last == first + 1 and first < self.layout.horizon:
             for at, s in enumerate(self.services):
@@ -393,7 +415,7 @@ class Relaxation:
                 if at == service:
                     each = _blocks_lost(runs, rounding, s.service.gpus_per_replica, len(levels))
                 variables.append(levels[each > 0])
-                weights.append(each[each > 0])
+                weights.append(each[each > 0])  # type: ignore[attr-defined]
         together = np.concatenate(variables)
         if not len(together):
             return None
@@ -447,7 +469,8 @@ class Relaxation:
                     self.rows.append(Row(active, self.piece[active], max(0, room[slot])))
 
     def share_of(self, spot: int) -> str | None:
-        """The guarantee that a start at the spot counts against; None when it borrows, or there are no tenants."""
+        """The guarantee that a start at the spot counts against; None when it borrows, or there are no
+        tenants."""
         if not self.problem.tenants:
             return None
         found = self.spots[spot]
@@ -536,6 +559,17 @@ class Relaxation:
 
     # From plans to values
 
+    def hold(self, values: dict[int, int], levels: Ints, count: int) -> None:
+        """Set the variables of a stack of levels to so many."""
+        if not self.compact:
+            values.update(dict.fromkeys(levels[:count].tolist(), 1))
+            return
+        for number in levels.tolist():
+            values[number] = count
+            for step in self._steps.get(number, ()):
+                values[step] = min(count, self._upper[step])
+                count -= values[step]
+
     def complete(self, values: dict[int, int]) -> None:
         """Add the values that follow from those of columns and levels."""
         for variable, rule in self._completions:
@@ -545,6 +579,15 @@ class Relaxation:
     def spots_at(self, group: int, start: int) -> list[int]:
         """Numbers of the spots of a group in a slot."""
         return self._spots_at.get((group, start), [])
+
+    @cached_property
+    def group_of(self) -> list[int]:
+        """The group of each task."""
+        found = [0] * len(self.tasks)
+        for at, group in enumerate(self.groups):
+            for task in group.tasks:
+                found[task] = at
+        return found
 
     def spots_of(self, group: int) -> list[int]:
         """Numbers of all spots of a group."""
@@ -597,9 +640,7 @@ class Relaxation:
         self, values: Floats, first: int, last: int, kind: int, columns: Ints
     ) -> tuple[float, Row | None]:
         use = dict.fromkeys(self.widths, 0.0)
-        for width, amount in zip(
-            self.piece[columns].tolist(), values[columns].tolist(), strict=True
-        ):
+        for width, amount in zip(self.piece[columns].tolist(), values[columns].tolist(), strict=True):
             use[width] += amount
         runs = self.runs(first, last, kind)
         holding = []
@@ -618,20 +659,25 @@ class Relaxation:
                     lost = _blocks_lost(runs, rounding, unit, len(levels))
                     more = over - plain[at] + float(lost @ levels)
                     if more > worst * max(1, room):
-                        worst, chosen = more / max(1, room), (rounding, at)
+                        worst, chosen = more / max(1, room), (rounding, at)  # type: ignore[assignment]
         return worst, None if chosen is None else self.fit_row(first, last, kind, *chosen)
 
     def block_rows(self) -> list[Row]:
-        """For each window and width, that no two runs make one block: for an integer model, from the start."""
+        """For each window and width, that no two runs make one block: for an integer model, from the
+        start."""
         found = []
+        ways = range(len(self.services)) if self.services and not self.compact else (None,)
         for kind in range(len(self.classes)):
             for first, last in self.windows[kind]:
                 for width in self.widths:
                     if width == 1:
                         continue
-                    for service in range(len(self.services)) if self.services else (None,):
+                    for service in ways:
                         row = self.fit_row(first, last, kind, _Rounding(1, width, 0), service)
-                        if row is not None and int((row.weights * self.upper[row.variables]).sum()) > row.limit:
+                        if (
+                            row is not None
+                            and int((row.weights * self.upper[row.variables]).sum()) > row.limit
+                        ):
                             found.append(row)
         return found
 
@@ -661,7 +707,7 @@ def _blocks_lost(runs: dict[int, int], rounding: "_Rounding", unit: int, most: i
     left_over = sum(run % q * count for run, count in runs.items())
     counts = np.arange(most + 1)
     lost = np.maximum(counts * (unit // q), -(-np.maximum(0, counts * unit - left_over) // q))
-    return np.diff(lost)
+    return np.diff(lost)  # type: ignore[no-any-return]
 
 
 class _Rounding:
@@ -698,7 +744,9 @@ def _roundings(widths: tuple[int, ...], runs: tuple[int, ...]) -> list[_Rounding
         return found
     found, seen = [], set()
     largest = max([*widths, *runs], default=1)
-    divisors = sorted({w for w in widths if w > 1} | {w + 1 for w in widths} | {run for run in runs if run > 1})
+    divisors = sorted(
+        {w for w in widths if w > 1} | {w + 1 for w in widths} | {run for run in runs if run > 1}
+    )
     for q in [1, *divisors]:
         for p in range(1, min(q, _MAX_MULTIPLE + 1) if q > 1 else 2):
             if gcd(p, q) > 1:
@@ -720,7 +768,8 @@ def _roundings(widths: tuple[int, ...], runs: tuple[int, ...]) -> list[_Rounding
 
 
 def _windows(free: list[int]) -> list[tuple[int, int]]:
-    """Each slot, and the shortest windows in which fewer GPUs are free throughout than in any part of them."""
+    """Each slot, and the shortest windows in which fewer GPUs are free throughout than in any part of
+    them."""
     rows = len(free)
     found = [(slot, slot + 1) for slot in range(rows)]
     before = free  # free throughout the window of one slot less that begins there
@@ -782,6 +831,8 @@ def _fixed_worth(problem: Problem) -> float:
         end = start + slots
         if job.deadline is not None and end > job.deadline:
             continue
-        share = max(0, min(end, problem.slots) - start) / slots if problem.open_end and end > problem.slots else 1
+        share = (
+            max(0, min(end, problem.slots) - start) / slots if problem.open_end and end > problem.slots else 1
+        )
         total += problem.worth(job) * share
     return total

@@ -1,22 +1,25 @@
 """Large neighbourhood search: open a part of the plan, solve it to the end, keep what is at least as good.
 
-A step looks at a place where a job that is out would like to be (or at a random spot, or at some slots of a service),
-opens the jobs nearest to it in time and in GPUs, and lets CP-SAT place them and any that are out in
-the cells that are then free. How many are opened follows from how hard the last steps were. The invariant: the state is
-never worth less than before. The cost of the choice: what only a larger change can reach is not found.
+A step looks at a place where a job that is out would like to be (or at a random spot, or at some slots of a
+service), opens the jobs nearest to it in time and in GPUs, and lets CP-SAT place them and any that are out
+in the cells that are then free. How many are opened follows from how hard the last steps were. The
+invariant: the state is never worth less than before. The cost of the choice: what only a larger change can
+reach is not found.
 """
 
 from collections.abc import Callable
 from random import Random
 from time import perf_counter
 
-from allocator.cells import Budget, CellModel, State, bits, job_cells
+from allocator.cells import Budget, CellModel, State, bits, job_cells, schedule_of, state_of_schedule
+from allocator.improve import improve
 from allocator.relaxation import Relaxation
 
 _FEWEST, _MOST = 4.0, 40.0  # jobs opened in a step
 _MOST_GROUPS = 80  # groups of jobs that are out that may come in, in a step
-_EFFORT = 0.12  # of CP-SAT in a step, in its deterministic time
+_EFFORT = 0.35  # of CP-SAT in a step, in its deterministic time
 _STEP_SECONDS = 3.0
+_SHUFFLE = 300  # steps of fast mode's search at once
 
 
 class Search:
@@ -44,6 +47,28 @@ class Search:
             self.step(until - perf_counter())
 
     def step(self, seconds: float) -> None:
+        """Many small steps of fast mode's search, or one with CP-SAT, in turn."""
+        if self.steps % 3 == 0:
+            self.steps += 1
+            until = perf_counter() + min(seconds, _STEP_SECONDS)
+            self.shuffle(_SHUFFLE, until)
+        else:
+            self._open(seconds)
+
+    def shuffle(self, steps: int, until: float) -> None:
+        """Let fast mode's local search work on the state."""
+        schedule = improve(schedule_of(self.relaxation, self.state), steps, Random(self.rng.random()), until)
+        for service in schedule.held:
+            if not service.allowed:
+                return
+        self._keep(state_of_schedule(self.relaxation, schedule))
+
+    def _keep(self, state: State) -> None:
+        worth = state.worth(self.relaxation)
+        if worth >= self.worth - 1e-9:
+            self.state, self.worth = state, max(worth, self.worth)
+
+    def _open(self, seconds: float) -> None:
         rng, relaxation, state = self.rng, self.relaxation, self.state
         layout = relaxation.layout
         self.steps += 1
@@ -81,14 +106,12 @@ class Search:
             for slot in range(first, last):
                 within |= state.held[name][slot] << (slot * layout.gpus)
         groups = rng.sample(out, _MOST_GROUPS) if len(out) > _MOST_GROUPS else out
-        model = CellModel(relaxation, state, chosen, slots, within, groups)
+        model = CellModel(relaxation, state, chosen, slots, within, groups, snug=rng.random() < 0.85)
         if not model.places and not model.holds:
             return
-        found = model.solve(Budget(_EFFORT, min(seconds, _STEP_SECONDS), rng.randrange(2**31)))
+        found = model.solve(Budget(_EFFORT, min(seconds, _STEP_SECONDS), rng.randrange(2**31), hasty=True))
         if found.state is not None:
-            worth = found.state.worth(relaxation)
-            if worth >= self.worth - 1e-9:
-                self.state, self.worth = found.state, max(worth, self.worth)
+            self._keep(found.state)
         self.size = min(_MOST, self.size * 1.03) if found.proven else max(_FEWEST, self.size * 0.9)
 
     def _groups_out(self) -> list[int]:
@@ -98,7 +121,8 @@ class Search:
         return [group for group, count in enumerate(left) if count]
 
     def _nearest(self, near: int, when: tuple[int, int], count: int) -> list[int]:
-        """Positions of the jobs nearest to some GPUs and slots; how much each sort of distance matters is chance."""
+        """Positions of the jobs nearest to some GPUs and slots; how much each sort of distance matters is
+        chance."""
         relaxation, rng = self.relaxation, self.rng
         layout = relaxation.layout
         first, last = (near & -near).bit_length() - 1, near.bit_length() - 1
@@ -107,9 +131,7 @@ class Search:
         ranked = []
         for position, (at, firsts) in enumerate(self.state.jobs):
             spot = relaxation.spots[at]
-            apart = min(
-                max(0, begin - last, first - begin - spot.piece + 1) for begin in firsts
-            )
+            apart = min(max(0, begin - last, first - begin - spot.piece + 1) for begin in firsts)
             later = max(0, spot.start - when[1] + 1, when[0] - spot.end + 1)
             ranked.append((apart * by_gpu + later * by_time + 0.02 * rng.random(), position))
         ranked.sort()
