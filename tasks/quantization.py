@@ -44,7 +44,7 @@ class QuantizationSpec(Strict):
     data: str | list[str] = "shakespeare"  # the text whose held-out end is scored
     held_out: float = Field(default=0.05, gt=0, lt=0.5)
     seq_len: int = Field(default=256, ge=2)
-    windows: int = Field(default=64, ge=1)  # sequences scored
+    windows: int = Field(default=32, ge=1)  # sequences scored; as many as training scores at its end
 
 
 def quantize_job(program: Program) -> None:

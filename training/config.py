@@ -15,6 +15,23 @@ C = TypeVar("C", bound=BaseModel)
 Precision = Literal["fp32", "bf16"]
 
 
+# What was expected, by pydantic's name for what is wrong; its own words serve for the rest.
+_EXPECTED = {
+    "string_type": "expected a text",
+    "int_type": "expected a whole number",
+    "int_parsing": "expected a whole number",
+    "int_from_float": "expected a whole number",
+    "float_type": "expected a number",
+    "float_parsing": "expected a number",
+    "finite_number": "expected a finite number",
+    "greater_than": "expected more than {gt:g}",
+    "greater_than_equal": "expected at least {ge:g}",
+    "less_than": "expected less than {lt:g}",
+    "less_than_equal": "expected at most {le:g}",
+    "literal_error": "expected {expected}",
+}
+
+
 class ConfigError(Exception):
     """A configuration that cannot be used; the message names file, key, value and what was expected."""
 
@@ -22,7 +39,7 @@ class ConfigError(Exception):
 class TrainingConfig(BaseModel):
     """What to train, on what, for how long."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: str = "llama-tiny"  # a shipped name, or a Hugging Face directory
     data: str | list[str] = "shakespeare"  # the text that ships, or text files in UTF-8
@@ -108,6 +125,8 @@ def checked(cls: type[C], data: Any, where: str) -> C:
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         field = ".".join(map(str, problem["loc"][:1]))
-        message = problem["msg"].removeprefix("Value error, ")
+        known = _EXPECTED.get(problem["type"])
+        message = known.format(**problem.get("ctx", {})) if known else problem["msg"]
+        message = message.removeprefix("Value error, ")
         told = f"{field}: {problem['input']!r}: " if field else ""
         raise ConfigError(f"{where}: {told}{message}") from None

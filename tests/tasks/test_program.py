@@ -1,0 +1,200 @@
+"""What the three programs share: places, publishing, and how a program ends."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tasks import program as programs
+from tasks.program import (
+    JobFailedError,
+    Place,
+    Program,
+    is_published,
+    local_file,
+    local_model,
+    publish_directory,
+)
+from tasks.specfile import SpecError
+from tasks.storage import Storage, StorageError, open_storage
+from tests.tasks.kind_programs import program
+from training.manifest import ManifestError, manifest_bytes, write_manifest
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "made"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(b"weights")
+    write_manifest(directory)
+    return directory
+
+
+def at(storage: Storage, key: str) -> Place:
+    return Place(storage, key, f"model: {key!r}")
+
+
+def test_what_is_published_comes_back_whole(storage: Storage, model: Path, tmp_path: Path) -> None:
+    keys = publish_directory(storage, "outputs/a/model", model)
+    assert sorted(keys) == storage.keys("outputs/a/model/")
+    found = local_model(at(storage, "outputs/a/model"), tmp_path / "scratch")
+    assert (found / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_publishing_again_leaves_nothing_of_before(storage: Storage, model: Path) -> None:
+    publish_directory(storage, "m", model)
+    (model / "model.safetensors").rename(model / "other.safetensors")
+    write_manifest(model)
+    publish_directory(storage, "m", model)
+    assert storage.keys("m/") == ["m/config.json", "m/manifest.json", "m/other.safetensors"]
+
+
+def test_publishing_that_is_cut_off_is_seen_as_incomplete(
+    storage: Storage, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(key: str, path: Path) -> None:
+        raise StorageError("gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "upload", cut_off)
+        with pytest.raises(StorageError):
+            publish_directory(storage, "m", model)
+    assert not is_published(storage, "m")
+    with pytest.raises(ManifestError, match="is not complete"):
+        local_model(at(storage, "m"), tmp_path / "scratch")
+    publish_directory(storage, "m", model)
+    assert is_published(storage, "m")
+
+
+def test_a_damaged_model_is_refused(storage: Storage, model: Path, tmp_path: Path) -> None:
+    publish_directory(storage, "m", model)
+    storage.write("m/model.safetensors", b"weightZ")
+    with pytest.raises(ManifestError, match=r"model: 'm': model\.safetensors is corrupt"):
+        local_model(at(storage, "m"), tmp_path / "scratch")
+
+
+def test_a_directory_that_somebody_uploaded_without_a_manifest_is_a_model(
+    storage: Storage, tmp_path: Path
+) -> None:
+    storage.write("m/config.json", b"{}")
+    assert (local_model(at(storage, "m"), tmp_path / "scratch") / "config.json").read_bytes() == b"{}"
+
+
+def test_the_output_of_a_job_suggests_the_model_in_it(storage: Storage, model: Path, tmp_path: Path) -> None:
+    publish_directory(storage, "outputs/a/model", model)
+    with pytest.raises(SpecError, match=r"no model lies there; did you mean outputs/a/model\?"):
+        local_model(at(storage, "outputs/a"), tmp_path / "scratch")
+
+
+def test_a_file_in_storage_is_a_file_here(storage: Storage, tmp_path: Path) -> None:
+    storage.write("in/rows.jsonl", b"{}")
+    assert local_file(at(storage, "in/rows.jsonl"), tmp_path / "scratch").read_bytes() == b"{}"
+    with pytest.raises(SpecError, match=r"'gone': no such object in"):
+        local_file(at(storage, "gone"), tmp_path / "scratch")
+
+
+def test_a_link_out_of_the_storage_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "secret").write_text("x")
+    (tmp_path / "root" / "link").symlink_to(tmp_path / "secret")
+    with pytest.raises(SpecError, match="a link leads out of the storage root"):
+        local_file(at(open_storage(str(tmp_path / "root")), "link"), tmp_path / "scratch")
+
+
+@pytest.mark.parametrize(
+    "reference", ["../x", "/etc/passwd", "a/../../x", "s3://bucket/../x", "", "s3://bucket", "a//b"]
+)
+def test_a_reference_out_of_the_storage_is_refused(tmp_path: Path, reference: str) -> None:
+    where = program(open_storage(str(tmp_path)), tmp_path, {})
+    with pytest.raises(SpecError, match=r"spec\.yaml: input: .*; expected a key inside the storage root"):
+        where.place("input", reference)
+
+
+def test_a_reference_to_a_bucket_is_that_bucket(tmp_path: Path) -> None:
+    place = program(open_storage(str(tmp_path)), tmp_path, {}).place("input", "s3://bucket/some/key.jsonl")
+    assert (place.storage.root, place.key) == ("s3://bucket", "some/key.jsonl")
+
+
+@pytest.fixture
+def ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Callable[[Program], None]], tuple[int, str]]:
+    """Runs some work as a program; its exit code, and the message in its metrics."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLOTWISE_METRICS", str(tmp_path / "metrics.json"))
+    Path("spec.yaml").write_text("{}")
+
+    def end(work: Callable[[Program], None]) -> tuple[int, str]:
+        code = programs._run(work, ["spec.yaml"])
+        return code, json.loads(Path("metrics.json").read_text()).get("message", "")
+
+    return end
+
+
+def raising(error: BaseException) -> Callable[[Program], None]:
+    def work(_: Program) -> None:
+        raise error
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (SpecError("a: wrong\nb: wrong"), 2, "a: wrong; b: wrong"),
+        (StorageError("no answer"), 1, "no answer"),
+        (JobFailedError("worse than allowed"), 1, "worse than allowed"),
+        (KeyError("x"), 1, "KeyError: 'x'"),
+    ],
+)
+def test_an_error_is_one_message_and_says_whether_to_try_again(
+    ended: Callable[..., tuple[int, str]], error: Exception, code: int, message: str
+) -> None:
+    assert ended(raising(error)) == (code, message)
+
+
+def test_sigterm_ends_work_that_does_not_look(ended: Callable[..., tuple[int, str]]) -> None:
+    def work(_: Program) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("went on")
+
+    assert ended(work) == (143, "stopped before its work was done")
+
+
+def test_sigterm_is_left_to_work_that_looks(ended: Callable[..., tuple[int, str]]) -> None:
+    seen = []
+
+    def work(program: Program) -> None:
+        with program.stop_deferred() as stopping:
+            seen.append(stopping())
+            os.kill(os.getpid(), signal.SIGTERM)
+            seen.append(stopping())
+
+    assert ended(work) == (0, "")
+    assert seen == [False, True]
+
+
+def test_by_hand_the_current_directory_is_the_storage(ended: Callable[..., tuple[int, str]]) -> None:
+    roots = []
+    ended(lambda program: roots.append((program.storage.root, program.output)))
+    assert roots == [(str(Path.cwd()), "outputs/spec")]
+
+
+def test_metrics_hold_what_json_can_hold(ended: Callable[..., tuple[int, str]]) -> None:
+    ended(lambda program: program.metrics.update(loss=float("nan"), steps=3))
+    assert json.loads(Path("metrics.json").read_text()) == {"loss": None, "steps": 3}
+
+
+def test_a_spec_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert programs._run(raising(AssertionError()), ["gone.yaml"]) == 2
+    assert capsys.readouterr().err == "gone.yaml: No such file or directory; expected a spec file\n"
+
+
+def test_an_incomplete_manifest_is_not_a_published_directory(storage: Storage) -> None:
+    storage.write("m/manifest.json", manifest_bytes({}, complete=False))
+    assert not is_published(storage, "m")
+    assert not is_published(storage, "nothing")

@@ -1,0 +1,124 @@
+"""Quantization: smaller, about as good, and published only then."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks import quantization
+from tasks.inference import infer
+from tasks.program import JobFailedError, is_published, publish_directory
+from tasks.quantization import quantize_job
+from tasks.specfile import SpecError
+from tasks.storage import Storage, open_storage
+from tests.tasks.kind_programs import Job, program, small_model
+
+SECTION: dict[str, Any] = {"model": "models/small", "seq_len": 64, "windows": 4}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_model(tmp_path_factory.mktemp("small"), steps=40)
+
+
+@pytest.fixture
+def filled(tmp_path: Path, model: Path) -> Storage:
+    """A storage directory with the model in it."""
+    storage = open_storage(str(tmp_path / "storage"))
+    publish_directory(storage, "models/small", model)
+    return storage
+
+
+@pytest.mark.parametrize("scheme", ["int8_weight_only", "int8_dynamic"])
+def test_a_quantized_model_is_smaller_and_about_as_good(filled: Storage, tmp_path: Path, scheme: str) -> None:
+    job = program(filled, tmp_path / "scratch", {**SECTION, "scheme": scheme})
+    quantize_job(job)
+    metrics = job.metrics.known
+    assert metrics["bytes_after"] < 0.6 * metrics["bytes_before"]
+    assert metrics["perplexity_after"] == pytest.approx(metrics["perplexity_before"], rel=0.05)
+    assert metrics["perplexity_before"] < 100 < 264
+    assert is_published(filled, "outputs/job/model")
+
+
+def test_transformers_loads_the_published_model_with_integer_weights(filled: Storage, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    quantize_job(program(filled, tmp_path / "scratch", SECTION))
+    directory = tmp_path / "storage" / "outputs" / "job" / "model"
+    loaded = AutoModelForCausalLM.from_pretrained(directory)
+    assert loaded.model.layers[0].mlp.up_proj.weight.qdata.dtype == torch.int8
+    assert AutoTokenizer.from_pretrained(directory)("To be")["input_ids"] == list(b"To be")
+
+
+def test_inference_runs_on_a_quantized_model(storage: Storage, model: Path, tmp_path: Path) -> None:
+    publish_directory(storage, "models/small", model)
+    quantize_job(program(storage, tmp_path / "q", SECTION, "quantized"))
+    storage.write("rows.jsonl", b'{"prompt": "What"}\n')
+    section = {"input": "rows.jsonl", "model": "outputs/quantized/model", "max_new_tokens": 3}
+    infer(program(storage, tmp_path / "i", section, "rows"))
+    row = json.loads(storage.read("outputs/rows/rows-00000.jsonl"))
+    assert row["error"] is None and row["completion_tokens"] == 3
+
+
+def test_a_model_that_became_too_bad_is_not_published(
+    filled: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from torchao.quantization import IntxWeightOnlyConfig, PerAxis
+
+    one_bit = getattr(torch, "int1")  # noqa: B009 -- torch's stubs do not have it
+    crude = IntxWeightOnlyConfig(weight_dtype=one_bit, granularity=PerAxis(0))
+    monkeypatch.setattr(quantization, "_scheme", lambda name: crude)
+    job = program(filled, tmp_path / "scratch", SECTION)
+    with pytest.raises(JobFailedError, match=r"not published: perplexity went from .* allows 5\.00%"):
+        quantize_job(job)
+    assert job.metrics.known["perplexity_after"] > 1.05 * job.metrics.known["perplexity_before"]
+    assert filled.keys("outputs/") == []
+
+
+def test_what_is_published_already_is_not_done_again(
+    filled: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = program(filled, tmp_path / "scratch", SECTION)
+    quantize_job(first)
+    monkeypatch.setattr(quantization, "_quantized", None)  # would fail if it were called
+    again = program(filled, tmp_path / "again", SECTION)
+    quantize_job(again)
+    assert again.metrics.known["perplexity_after"] == first.metrics.known["perplexity_after"]
+
+
+def test_other_settings_are_done_anew(filled: Storage, tmp_path: Path) -> None:
+    quantize_job(program(filled, tmp_path / "scratch", SECTION))
+    again = program(filled, tmp_path / "again", {**SECTION, "scheme": "int8_dynamic"})
+    quantize_job(again)
+    report = json.loads(filled.read("outputs/job/model/quantization.json"))
+    assert report["metrics"]["scheme"] == again.metrics.known["scheme"] == "int8_dynamic"
+
+
+def test_a_quantized_model_is_not_quantized_again(filled: Storage, tmp_path: Path) -> None:
+    quantize_job(program(filled, tmp_path / "scratch", SECTION, "once"))
+    with pytest.raises(SpecError, match="model: 'outputs/once/model': is quantized already"):
+        quantize_job(program(filled, tmp_path / "twice", {**SECTION, "model": "outputs/once/model"}, "twice"))
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({**SECTION, "model": "models/gone"}, "model: 'models/gone': no model lies there"),
+    ({**SECTION, "model": "../models/small"}, "expected a key inside the storage root"),
+    ({**SECTION, "scheme": "int3"}, "scheme: 'int3': expected 'int8_weight_only' or 'int8_dynamic'"),
+    ({**SECTION, "shceme": "int8_dynamic"}, "shceme: unknown key; did you mean scheme?"),
+    ({**SECTION, "data": "gone.txt"}, "data: 'gone.txt': no such object in"),
+    ({**SECTION, "seq_len": 5000}, "seq_len: 5000; the model sees at most 1024 tokens"),
+]
+
+
+@pytest.mark.parametrize(("section", "message"), WRONG)
+def test_a_spec_that_cannot_work_is_one_line_and_is_not_tried_again(
+    filled: Storage, tmp_path: Path, section: dict[str, Any], message: str
+) -> None:
+    job = Job("tasks.quantization", tmp_path / "storage", "wrong", section)
+    assert job.run() == 2
+    assert message in job.said
+    assert job.said.count("\n") == 1
+    assert not job.output.exists()
