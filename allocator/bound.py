@@ -10,6 +10,9 @@ The cost of the choice: the linear program lets half a job run, so on few large 
 percent above the best plan. ``full`` closes that with an integer model over the same rows.
 """
 
+import ctypes
+import os
+import sys
 from dataclasses import dataclass
 from fractions import Fraction
 from math import floor, isfinite, lcm
@@ -22,8 +25,10 @@ import numpy as np
 from allocator.problem import Problem
 from allocator.relaxation import Floats, Ints, Relaxation, Row
 
+_greeted = False
 _ROUNDS = 25
 _SAFE = 1e-9  # relative, for the rounding of sums
+_SLACK = 1e-7  # relative, for the tolerances of branch and bound
 _MAX_SCALE = 10**4
 # Probing and enumeration in presolve do not watch the clock, and take longer than the search.
 _BRANCHING = {
@@ -107,8 +112,7 @@ class LinearProgram:
     def __init__(self, relaxation: Relaxation) -> None:
         self.relaxation = relaxation
         self.upper = relaxation.upper.astype(float)
-        self.highs = highspy.Highs()  # type: ignore[no-untyped-call]
-        self.highs.setOptionValue("output_flag", False)
+        self.highs = _silent_solver()
         self.highs.setOptionValue("threads", 1)
         self.highs.setOptionValue("random_seed", 0)
         count = len(self.upper)
@@ -162,6 +166,9 @@ class LinearProgram:
 
     def proven(self, prices: Floats) -> tuple[float, Floats]:
         """Weak duality: the limits at these prices, and what each variable earns beyond what it pays."""
+        if not self.rows:
+            value = float(self.upper @ np.maximum(self.relaxation.objective, 0))
+            return self.relaxation.constant + value, self.relaxation.objective.copy()
         lengths = [len(row.variables) for row in self.rows]
         variables: Ints = np.concatenate([row.variables for row in self.rows])
         weights = np.concatenate([row.weights for row in self.rows]).astype(float)
@@ -245,7 +252,7 @@ class Branching:
         """HiGHS minimises; what was closed as hopeless is worth no more than what is known."""
         if np.isfinite(dual_bound):
             bound = max(self.relaxation.constant - dual_bound, self.known)
-            self.bound = min(self.bound, bound + 1e-6 * (1 + abs(bound)))
+            self.bound = min(self.bound, bound + _SLACK * (1 + abs(bound)))
 
     def _take(self, solution: Floats) -> None:
         values = np.rint(solution).astype(np.int64)
@@ -256,6 +263,28 @@ class Branching:
             self.values = {at: int(values[at]) for at in np.flatnonzero(values).tolist()}
             self.worth = worth
             self.improvements += 1
+
+
+def _silent_solver() -> highspy.Highs:
+    """A solver that prints nothing: the first one of a process writes a banner past every option."""
+    global _greeted
+    if _greeted:
+        solver = highspy.Highs()  # type: ignore[no-untyped-call]
+    else:
+        sys.stdout.flush()
+        libc = ctypes.CDLL(None)
+        kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        try:
+            solver = highspy.Highs()  # type: ignore[no-untyped-call]
+            libc.fflush(None)
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)
+            os.close(nowhere)
+        _greeted = True
+    solver.setOptionValue("output_flag", False)
+    return solver
 
 
 def objective_scale(relaxation: Relaxation) -> int | None:

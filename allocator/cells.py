@@ -1,16 +1,15 @@
-"""A plan, or a part of it, cell by cell in CP-SAT: jobs choose places, services choose GPUs, and no cell is
-taken twice.
+"""A plan, or a part of it, cell by cell in CP-SAT: jobs choose places, services choose GPUs.
 
 There is a boolean for each place that an open job could take (the first GPU of a block, and a start) and,
-where a service is open, one for each replica and slot. Everything else stays as it is in the given state.
-With all open this is the whole problem, exact down to the last rule, for small ones; with some jobs and
-slots open it is a neighbourhood for ``search``.
+where a service is open, one for each replica and slot; a cell is taken once. Everything else stays as it is
+in the given state. With all open this is the whole problem, exact down to the last rule, for small ones;
+with some jobs and slots open it is a neighbourhood for ``search``.
 
 The invariant: the state itself is a solution of every model made from it, so a search never loses it.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 from ortools.sat.python import cp_model
@@ -18,16 +17,13 @@ from ortools.sat.python import cp_model
 from allocator.bound import objective_scale
 from allocator.grid import Option
 from allocator.packing import places
-from allocator.plan import Placement, Plan, ServicePlan
 from allocator.problem import Service
-from allocator.realtime import Held
 from allocator.relaxation import Relaxation
-from allocator.schedule import Schedule
+from allocator.state import State, bits
 
 _FINE = 10**5  # parts of a unit of worth, when there is no smaller scale
 
 Literal = cp_model.IntVar
-Block = tuple[int, tuple[int, ...]]  # a spot, and the first GPUs of the blocks there
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,167 +48,6 @@ class Budget:
         return solver
 
 
-@dataclass(slots=True)
-class State:
-    """Where jobs are, by group and not by name, and the GPUs that services hold in each slot, as masks."""
-
-    jobs: list[Block] = field(default_factory=list)
-    held: dict[str, list[int]] = field(default_factory=dict)
-
-    def worth(self, relaxation: Relaxation) -> float:
-        """The objective, with the most valuable jobs of each group in."""
-        total = relaxation.constant
-        counts = [0] * len(relaxation.groups)
-        for at, _ in self.jobs:
-            spot = relaxation.spots[at]
-            counts[spot.group] += 1
-            total += relaxation.gain(spot)
-        for group, count in zip(relaxation.groups, counts, strict=True):
-            total += sum([relaxation.tasks[task].worth for task in group.tasks[:count]])
-        for s in relaxation.services:
-            unit = s.service.gpus_per_replica
-            for slot, mask in enumerate(self.held[s.service.service]):
-                total += float(relaxation.objective[s.total[slot][: mask.bit_count() // unit]].sum())
-        return total
-
-    def free(self, relaxation: Relaxation, without: Iterable[int] = ()) -> int:
-        """The cells that nobody takes when the jobs at some positions of the list are out."""
-        layout, free = relaxation.layout, relaxation.layout.free
-        for masks in self.held.values():
-            for slot, mask in enumerate(masks):
-                free &= ~(mask << (slot * layout.gpus))
-        out = set(without)
-        for position, block in enumerate(self.jobs):
-            if position not in out:
-                free &= ~job_cells(relaxation, block)
-        return free
-
-    def values(self, relaxation: Relaxation) -> dict[int, int]:
-        """The state as values of the relaxation's variables, those that are not 0."""
-        values: dict[int, int] = {}
-        counts = [0] * len(relaxation.groups)
-        for at, firsts in self.jobs:
-            spot = relaxation.spots[at]
-            for first in firsts:
-                column = relaxation.column_at(at, first)
-                values[column] = values.get(column, 0) + 1
-            if spot.gang >= 0:
-                values[spot.gang] = values.get(spot.gang, 0) + 1
-            counts[spot.group] += 1
-        for group, count in zip(relaxation.groups, counts, strict=True):
-            values.update(dict.fromkeys(group.chosen[:count], 1))
-        for s in relaxation.services:
-            unit = s.service.gpus_per_replica
-            for slot, mask in enumerate(self.held[s.service.service]):
-                relaxation.hold(values, s.total[slot], mask.bit_count() // unit)
-                if len(relaxation.classes) > 1:
-                    for stack, inside in zip(s.levels[slot], relaxation.classes, strict=True):
-                        relaxation.hold(values, stack, (mask & inside).bit_count() // unit)
-        relaxation.complete(values)
-        return values
-
-
-def state_of(relaxation: Relaxation, plan: Plan) -> State:
-    """The state that a plan is in."""
-    group_of = {
-        relaxation.tasks[task].job.id: at for at, g in enumerate(relaxation.groups) for task in g.tasks
-    }
-    jobs: list[Block] = []
-    for p in plan.placements:
-        if p.job in group_of:
-            at = next(
-                at
-                for at in relaxation.spots_at(group_of[p.job], p.start)
-                if (spot := relaxation.spots[at]).end == p.end
-                and spot.piece * spot.pieces == len(p.gpus)
-                and spot.where >> p.gpus[0] & 1
-            )
-            jobs.append((at, p.gpus[:: relaxation.spots[at].piece]))
-    rows = {row.service: row for row in plan.realtime}
-    held = {
-        s.service: [sum(1 << gpu for gpu in gpus) for gpus in rows[s.service].gpus]
-        for s in relaxation.problem.services
-    }
-    return State(jobs, held)
-
-
-def plan_of(relaxation: Relaxation, state: State) -> tuple[tuple[Placement, ...], tuple[ServicePlan, ...]]:
-    """Placements, running jobs included, and services; of each group the most valuable jobs start first."""
-    problem = relaxation.problem
-    found = [
-        Placement(job.id, job.running.start, problem.running_slots(job), tuple(sorted(job.running.gpus)))
-        for job in problem.jobs
-        if job.running is not None
-    ]
-    starts: dict[int, list[tuple[int, int, tuple[int, ...]]]] = {}
-    for at, firsts in state.jobs:
-        spot = relaxation.spots[at]
-        gpus = tuple([gpu for first in sorted(firsts) for gpu in range(first, first + spot.piece)])
-        starts.setdefault(spot.group, []).append((spot.start, spot.end - spot.start, gpus))
-    for group, places_taken in starts.items():
-        tasks = relaxation.groups[group].tasks[: len(places_taken)]
-        for task, (start, slots, gpus) in zip(tasks, sorted(places_taken), strict=True):
-            found.append(Placement(relaxation.tasks[task].job.id, start, slots, gpus))
-    found.sort(key=lambda placement: (placement.start, placement.gpus))
-    services = []
-    for service in problem.services:
-        masks = state.held[service.service]
-        services.append(
-            ServicePlan(
-                service.service,
-                tuple(tuple(bits(mask)) for mask in masks),
-                tuple(service.shortage(slot, mask.bit_count()) for slot, mask in enumerate(masks)),
-            )
-        )
-    return tuple(found), tuple(services)
-
-
-def schedule_of(relaxation: Relaxation, state: State) -> Schedule:
-    """The state as a schedule, which fast mode's searches work on; of each group the most valuable start
-    first."""
-    layout = relaxation.layout
-    held = [
-        Held(service, state.held[service.service], layout, True) for service in relaxation.problem.services
-    ]
-    schedule = Schedule(layout, relaxation.tasks, held)
-    count = [0] * len(relaxation.groups)
-    for block in sorted(state.jobs, key=lambda block: relaxation.spots[block[0]].start):
-        spot = relaxation.spots[block[0]]
-        task = relaxation.tasks[relaxation.groups[spot.group].tasks[count[spot.group]]]
-        count[spot.group] += 1
-        schedule.packing.put(task, spot.option, spot.start, job_cells(relaxation, block))
-    return schedule
-
-
-def state_of_schedule(relaxation: Relaxation, schedule: Schedule) -> State:
-    """The state that a schedule is in."""
-    layout, packing = relaxation.layout, schedule.packing
-    jobs: list[Block] = []
-    for task in relaxation.tasks:
-        block = packing.cells[task.index]
-        if block:
-            start, option = packing.start[task.index], packing.option[task.index]
-            row = (block >> (start * layout.gpus)) & layout.row
-            first = (row & -row).bit_length() - 1
-            at = next(
-                at
-                for at in relaxation.spots_at(relaxation.group_of[task.index], start)
-                if (spot := relaxation.spots[at]).option is option and spot.where >> first & 1
-            )
-            firsts = tuple(bits(row)[:: spot.piece]) if spot.pieces > 1 else (first,)
-            jobs.append((at, firsts))
-    return State(jobs, {held.service.service: list(held.rows) for held in schedule.held})
-
-
-def job_cells(relaxation: Relaxation, block: Block) -> int:
-    at, firsts = block
-    spot = relaxation.spots[at]
-    base, cells = spot.start * relaxation.layout.gpus, 0
-    for first in firsts:
-        cells |= spot.option.shape << (base + first)
-    return cells
-
-
 @dataclass(frozen=True, slots=True)
 class Improved:
     """What a model gave: a state at least as good, or None; a bound of its objective; whether it is proven
@@ -226,12 +61,14 @@ class Improved:
 class CellModel:
     """A model around a state.
 
-    Args: open_jobs: positions in the state's list of the jobs that may move or go; jobs that are out may
-    come in. open_slots: of each open service, the slots (from, to) in which it may hold other GPUs. within:
-    cells that open jobs and services may use; None for all that are free. groups: numbers of the groups
-    whose jobs may come in; None for all. snug: whether jobs may only go where they leave room on one side,
-    or to multiples of their width. The model is then several times smaller, and its bound holds for such
-    places only.
+    Args:
+        open_jobs: positions in the state's list of the jobs that may move or go; others may come in.
+        open_slots: of each open service, the slots (from, to) in which it may hold other GPUs.
+        within: cells that open jobs and services may use; None for all that are free.
+        groups: numbers of the groups whose jobs may come in; None for all.
+        snug: whether jobs may only go where they leave room on one side, or to multiples of their width. The
+            model is then several times smaller, and its bound holds for such places only.
+        tidy: whether services hold no more than they need, in the open slots and in those beside them.
     """
 
     def __init__(
@@ -243,9 +80,10 @@ class CellModel:
         within: int | None = None,
         groups: Iterable[int] | None = None,
         snug: bool = False,
+        tidy: bool = False,
     ) -> None:
         self.relaxation = relaxation
-        self.snug = snug
+        self.snug, self.tidy = snug, tidy
         self.state = state
         self.open_jobs = sorted(open_jobs)
         self.open_slots = open_slots
@@ -455,6 +293,38 @@ class CellModel:
             else:
                 now_held = self._constant(masks[slot])
             self._follow(service, slot, before, now_held)
+        if self.tidy:
+            counts = [
+                self._held(name, slot, replicas[slot])
+                if slot in replicas
+                else masks[slot].bit_count() // unit
+                for slot in range(layout.horizon)
+            ]
+            for slot in range(max(first - 1, 0), min(last + 1, layout.horizon)):
+                self._hold_no_more(service, slot, counts)
+
+    def _hold_no_more(self, service: Service, slot: int, counts: list[cp_model.LinearExprT]) -> None:
+        """More than is wanted is held only while the count falls, or rises, as fast as it may."""
+        model, unit = self.model, service.gpus_per_replica
+        ramp, now = service.ramp // unit, counts[slot]
+        need = -(-max(service.wanted(slot)) // unit)
+        reasons: list[Literal] = []
+        neighbours: list[cp_model.LinearExprT] = [counts[slot + 1]] if slot + 1 < len(counts) else []
+        if slot:
+            neighbours.append(counts[slot - 1])
+        elif service.current is not None:
+            held = service.current if isinstance(service.current, int) else len(service.current)
+            neighbours.append(held // unit)
+        if isinstance(now, int) and now <= need:
+            return
+        for neighbour in neighbours:
+            reason = model.new_bool_var("")
+            model.add(neighbour - now >= ramp).only_enforce_if(reason)
+            reasons.append(reason)
+        if isinstance(now, int):
+            model.add_bool_or(reasons)
+        else:
+            model.add(now <= need).only_enforce_if([~reason for reason in reasons])
 
     def _held(self, name: str, slot: int, begins: list[int]) -> cp_model.LinearExprT:
         return cp_model.LinearExpr.sum([self.holds[name, slot, begin] for begin in begins])
@@ -593,13 +463,3 @@ class CellModel:
                 used = sum(g * v for v, _, g in self._active(0)) + sum(g for _, g in self._fixed_use(0))
                 full = relaxation.free[0].bit_count()
                 model.add(used + self._services_hold(0) >= full).only_enforce_if(lack)  # type: ignore[operator]
-
-
-def bits(mask: int) -> list[int]:
-    """The positions of the bits that are set, in rising order."""
-    found = []
-    while mask:
-        low = mask & -mask
-        found.append(low.bit_length() - 1)
-        mask ^= low
-    return found

@@ -1,44 +1,49 @@
 """Full mode: the best plan that an optimiser finds in the time given, and a proof of how good it is.
 
-Three searches work on one set of variables (``relaxation``) and help each other:
+Several searches work on one set of variables (``relaxation``) and help each other. The linear program bounds
+the objective and says which starts cannot be part of a better plan. Branch and bound in counts (HiGHS)
+sharpens the bound; its solutions, and those of CP-SAT for the same problem in counts, are given GPUs
+(``rectangles``). Local search and large neighbourhoods (``search``) improve the best plan, beginning with the
+one that came in, at the same time as branch and bound and on a second core.
 
-* the linear program bounds the objective and says which starts cannot be part of a better plan; * branch
-and bound in counts (HiGHS) sharpens the bound, and its solutions are given GPUs (``rectangles``); * large
-neighbourhood search (CP-SAT) improves the best plan, beginning with the one that came in. It works at the
-same time as branch and bound, on a second core.
-
-On problems of some ten jobs the whole problem is solved cell by cell in the end, which leaves no gap. The
+On problems of a few jobs the whole problem is solved cell by cell in the end, which leaves no gap. The
 invariant: what is returned is never worth less than the plan that came in, whatever a solver does, and its
 bound is proven. Random choices follow from the seed; where time ends a search, and not its own end, two
 runs may differ.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from random import Random
 from threading import Thread
 from time import perf_counter
 
 from allocator.bound import Bound, Branching, linear_bound, rounded_down
-from allocator.cells import Budget, CellModel, State, plan_of, schedule_of, state_of
+from allocator.cells import Budget, CellModel
+from allocator.check import broken_rules
 from allocator.counts import solve_counts
 from allocator.grid import Layout
 from allocator.packing import FIRST
 from allocator.plan import Plan
 from allocator.problem import Problem
-from allocator.realtime import hold
-from allocator.rectangles import pack
+from allocator.realtime import Held, hold
+from allocator.rectangles import no_more, pack, spot_counts
 from allocator.relaxation import Relaxation
 from allocator.schedule import Schedule
 from allocator.search import Search
+from allocator.squeeze import squeeze
+from allocator.state import State, keeps_rules, schedule_of, state_of
 
 _DUST = 1e-7
 _LINEAR_SHARE = 0.3  # of the time, at most, for the linear program
-_COUNT_SHARE, _COUNT_SECONDS = 0.3, 6.0  # of the time left, at most, for CP-SAT in counts
+_COUNT_SHARE, _COUNT_SECONDS = 0.5, 8.0  # of the time left, at most, for CP-SAT in counts
 _PACK_SECONDS = 3.0
+_MOST_RECTANGLES = 250  # jobs that CP-SAT places at once
 _FIRST_STEPS = 1000  # of fast mode's local search, before all else
 _GRACE_SECONDS = 0.3  # for branch and bound to notice that it should stop
 _MOST_PLACES = 4000  # of a whole problem that is solved cell by cell
-_POLISH_ROUNDS = 4
+_POLISH_ROUNDS = 12
+_MOST_TRIMS = 200  # ways of giving one replica back that are tried
 
 
 def solve_full(problem: Problem, incumbent: Plan, time_limit: float, seed: int, workers: int = 2) -> Plan:
@@ -59,12 +64,14 @@ def solve_full(problem: Problem, incumbent: Plan, time_limit: float, seed: int, 
     if not effort.closed() and perf_counter() < until:
         effort.whole(until)
     best = incumbent
-    if effort.search.worth > incumbent.objective + _DUST:
-        best = polished(relaxation, effort.search.state)
-    else:
-        best = polished(relaxation, state_of(relaxation, incumbent))
-    if best.objective < incumbent.objective - _DUST:
-        best = incumbent
+    for state in (effort.search.state, state_of(relaxation, incumbent)):
+        try:
+            plan = polished(relaxation, state)
+        except RuntimeError:  # it broke a rule: then what came in stands
+            continue
+        if plan.objective >= best.objective - _DUST:
+            best = plan
+            break
     bound = max(rounded_down(relaxation, effort.bound), best.objective)
     return replace(best, mode="full", bound=bound, solve_ms=1000 * (perf_counter() - began))
 
@@ -137,22 +144,34 @@ class _Effort:
         worth = counted.constant + sum(float(counted.objective[at]) * v for at, v in values.items())
         if not values or worth <= self.search.worth + _DUST:
             return
-        for together in (True, False):
-            seconds = min(_PACK_SECONDS, until - perf_counter())
-            found = pack(counted, values, Budget(_PACK_SECONDS, seconds, self.seed), together)
+        for found in self._ways_to_place(counted, values, until):
+            if perf_counter() > until:
+                return
             if found is None:
                 continue
-            if found.worth(relaxation) > self.search.worth + _DUST and self._keeps_rules(found):
+            placed = found.worth(relaxation)
+            if placed > self.search.worth + _DUST and keeps_rules(relaxation, found):
                 self.search.adopt(found)
-            if found.worth(relaxation) >= worth - _DUST:
+            if placed >= worth - _DUST:
                 break
 
-    def _keeps_rules(self, state: State) -> bool:
-        from allocator.check import broken_rules
-
-        placements, services = plan_of(self.relaxation, state)
-        draft = Plan("full", 0.0, 0.0, None, 0.0, 0.0, placements, services)
-        return not broken_rules(self.relaxation.problem, draft)
+    def _ways_to_place(
+        self, counted: Relaxation, values: dict[int, int], until: float
+    ) -> Iterator[State | None]:
+        """States with the starts and replicas of a solution in counts, each way only when it is asked for."""
+        counts = spot_counts(counted, values)
+        replicas = {
+            s.service.service: no_more(
+                s.service, [sum(values.get(v, 0) for v in total.tolist()) for total in s.total]
+            )
+            for s in counted.services
+        }
+        moment = min(until, perf_counter() + _PACK_SECONDS)
+        yield squeeze(self.relaxation, counts, replicas, Random(self.seed), moment)
+        if sum(counts.values()) <= _MOST_RECTANGLES:
+            for together in (True, False):
+                seconds = min(_PACK_SECONDS, until - perf_counter())
+                yield pack(counted, counts, replicas, Budget(_PACK_SECONDS, seconds, self.seed), together)
 
     def _is_small(self) -> bool:
         where = self.relaxation.spots
@@ -167,7 +186,8 @@ class _Effort:
         model = CellModel(relaxation, state, range(len(state.jobs)), slots)
         seconds = until - perf_counter()
         found = model.solve(Budget(10 * seconds, seconds, self.seed, 2))
-        if found.state is not None and found.state.worth(relaxation) > self.search.worth + _DUST:
+        better = found.state is not None and found.state.worth(relaxation) > self.search.worth + _DUST
+        if better and found.state is not None and keeps_rules(relaxation, found.state):
             self.search.adopt(found.state)
         self.bound = min(self.bound, found.bound)
 
@@ -193,27 +213,42 @@ def polished(relaxation: Relaxation, state: State) -> Plan:
 
 
 def _leaner(layout: Layout, schedule: Schedule) -> Schedule | None:
-    """The same jobs, with services that hold fewer GPUs or miss fewer; None when there is nothing to gain."""
-    held, changed = list(schedule.held), False
-    for at, now in enumerate(held):
-        for free in (now.cells, schedule.packing.free | now.cells):
-            other = hold(layout, free, now.service, 0)
-            if (
-                (other.cost, sum(other.counts)) < (now.cost, sum(now.counts))
-                and other.allowed
-                and other.cost <= now.cost
-            ):
-                held[at], changed = other, True
-                break
-        if changed:
-            break
-    if not changed:
-        return None
-    lean = Schedule(layout, schedule.tasks, held)
-    for task in schedule.tasks:
-        if schedule.packing.cells[task.index]:
-            option = schedule.packing.option[task.index]
-            assert option is not None
-            cells = schedule.packing.cells[task.index]
-            lean.packing.put(task, option, schedule.packing.start[task.index], cells)
-    return lean
+    """The same jobs, with a service that holds or misses fewer GPUs; None when there is nothing to gain."""
+    for at, now in enumerate(schedule.held):
+        choices = [
+            hold(layout, free, now.service, 0) for free in (now.cells, schedule.packing.free | now.cells)
+        ]
+        choices += [Held(now.service, rows, layout, True) for rows in _trimmed(layout, now)]
+        for other in choices:
+            fewer = (other.cost, sum(other.counts)) < (now.cost - _DUST, sum(now.counts)) or (
+                other.cost <= now.cost + _DUST and sum(other.counts) < sum(now.counts)
+            )
+            if fewer and other.allowed:
+                held = [other if k == at else same for k, same in enumerate(schedule.held)]
+                lean = Schedule(layout, schedule.tasks, held)
+                for task in schedule.tasks:
+                    option = schedule.packing.option[task.index]
+                    cells = schedule.packing.cells[task.index]
+                    if cells and option is not None:
+                        lean.packing.put(task, option, schedule.packing.start[task.index], cells)
+                if not broken_rules(layout.problem, _draft(lean)):
+                    return lean
+    return None
+
+
+def _draft(schedule: Schedule) -> Plan:
+    return Plan("full", 0.0, 0.0, None, 0.0, 0.0, schedule.placements(), schedule.realtime())
+
+
+def _trimmed(layout: Layout, held: Held) -> list[list[int]]:
+    """What a service holds, less one replica in a slot that does not need it, in the ways to try."""
+    service, rows = held.service, held.rows
+    found: list[list[int]] = []
+    for slot, row in enumerate(rows):
+        if row.bit_count() - service.gpus_per_replica < max(service.wanted(slot)):
+            continue
+        for replica in layout.replicas(row, service.gpus_per_replica):
+            around = (rows[slot - 1] if slot else 0) | (rows[slot + 1] if slot + 1 < len(rows) else 0)
+            if not replica & around or service.gpus_per_replica > 1 or len(found) < _MOST_TRIMS:
+                found.append([*rows[:slot], row & ~replica, *rows[slot + 1 :]])
+    return found

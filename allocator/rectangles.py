@@ -17,17 +17,26 @@ from itertools import pairwise
 
 from ortools.sat.python import cp_model
 
-from allocator.cells import Budget, State, bits
+from allocator.cells import Budget
+from allocator.problem import Service
 from allocator.relaxation import Relaxation, ServiceVariables, Spot
+from allocator.state import State, bits
 
 _FINE = 1000  # parts of a unit of worth that choose between jobs to leave out
 
 
-def pack(relaxation: Relaxation, values: dict[int, int], budget: Budget, together: bool) -> State | None:
+def pack(
+    relaxation: Relaxation,
+    counts: dict[int, int],
+    replicas: dict[str, list[int]],
+    budget: Budget,
+    together: bool,
+) -> State | None:
     """Find GPUs for a solution of the relaxation.
 
     Args:
-        values: of its variables, those that are not 0.
+        counts: of each spot, how many jobs start there.
+        replicas: of each service, how many it holds in each slot.
         together: whether replicas that come and go together stay side by side.
 
     Returns:
@@ -36,7 +45,7 @@ def pack(relaxation: Relaxation, values: dict[int, int], budget: Budget, togethe
     board = _Board(relaxation)
     worth: list[tuple[cp_model.IntVar, int]] = []
     jobs: list[tuple[int, cp_model.IntVar, list[cp_model.IntVar]]] = []
-    for number, count in sorted(spot_counts(relaxation, values).items()):
+    for number, count in sorted(counts.items()):
         spot = relaxation.spots[number]
         same = board.jobs(spot, count)
         jobs += [(number, present, at) for present, at in same]
@@ -44,8 +53,7 @@ def pack(relaxation: Relaxation, values: dict[int, int], budget: Budget, togethe
         worth += [(present, max(1, round(_FINE * gain))) for present, _ in same]
     levels: list[tuple[str, _Level]] = []
     for s in relaxation.services:
-        counts = [sum(values.get(v, 0) for v in total.tolist()) for total in s.total]
-        laid = board.service(s, counts, together)
+        laid = board.service(s, replicas[s.service.service], together)
         if laid is None:
             return None
         levels += [(s.service.service, level) for level in laid]
@@ -62,6 +70,26 @@ def pack(relaxation: Relaxation, values: dict[int, int], budget: Budget, togethe
         for slot in range(level.first, level.last):
             held[name][slot] |= block
     return State(placed, held)
+
+
+def no_more(service: Service, counts: list[int]) -> list[int]:
+    """The counts of replicas, less those that neither the demand nor the ramp needs."""
+    unit, counts = service.gpus_per_replica, list(counts)
+    ramp = service.ramp // unit
+    before: int | None = None
+    if service.current is not None:
+        before = (service.current if isinstance(service.current, int) else len(service.current)) // unit
+    changed = True
+    while changed:
+        changed = False
+        for slot, count in enumerate(counts):
+            last = counts[slot - 1] if slot else before
+            after = counts[slot + 1] if slot + 1 < len(counts) else count - 1
+            idle = (count - 1) * unit >= max(service.wanted(slot)) and count > 0
+            if idle and (last is None or abs(count - 1 - last) <= ramp) and abs(after - count + 1) <= ramp:
+                counts[slot] -= 1
+                changed = True
+    return counts
 
 
 def spot_counts(relaxation: Relaxation, values: dict[int, int]) -> dict[int, int]:

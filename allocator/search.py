@@ -11,10 +11,12 @@ from collections.abc import Callable
 from random import Random
 from time import perf_counter
 
-from allocator.cells import Budget, CellModel, State, bits, job_cells, schedule_of, state_of_schedule
+from allocator.cells import Budget, CellModel
 from allocator.improve import improve
 from allocator.relaxation import Relaxation
+from allocator.state import State, bits, job_cells, keeps_rules, schedule_of, state_of_schedule
 
+_DUST = 1e-9
 _FEWEST, _MOST = 4.0, 40.0  # jobs opened in a step
 _MOST_GROUPS = 80  # groups of jobs that are out that may come in, in a step
 _EFFORT = 0.35  # of CP-SAT in a step, in its deterministic time
@@ -58,15 +60,12 @@ class Search:
     def shuffle(self, steps: int, until: float) -> None:
         """Let fast mode's local search work on the state."""
         schedule = improve(schedule_of(self.relaxation, self.state), steps, Random(self.rng.random()), until)
-        for service in schedule.held:
-            if not service.allowed:
-                return
         self._keep(state_of_schedule(self.relaxation, schedule))
 
     def _keep(self, state: State) -> None:
         worth = state.worth(self.relaxation)
-        if worth >= self.worth - 1e-9:
-            self.state, self.worth = state, max(worth, self.worth)
+        if worth >= self.worth - _DUST and keeps_rules(self.relaxation, state):
+            self.state, self.worth = state, worth
 
     def _open(self, seconds: float) -> None:
         rng, relaxation, state = self.rng, self.relaxation, self.state
@@ -106,7 +105,9 @@ class Search:
             for slot in range(first, last):
                 within |= state.held[name][slot] << (slot * layout.gpus)
         groups = rng.sample(out, _MOST_GROUPS) if len(out) > _MOST_GROUPS else out
-        model = CellModel(relaxation, state, chosen, slots, within, groups, snug=rng.random() < 0.85)
+        model = CellModel(
+            relaxation, state, chosen, slots, within, groups, snug=rng.random() < 0.85, tidy=True
+        )
         if not model.places and not model.holds:
             return
         found = model.solve(Budget(_EFFORT, min(seconds, _STEP_SECONDS), rng.randrange(2**31), hasty=True))
