@@ -194,12 +194,9 @@ def _windows(
     free_from: dict[int, int] = {}
     windows = []
     for fix in sorted(fixed, key=lambda fix: (fix.retry, fix.begins > hour.begin, fix.begins)):
-        start = (
-            math.ceil((fix.begins - hour.begin) / site.slot)
-            if fix.begins > hour.begin
-            else -int((hour.begin - fix.begins) / site.slot)
-        )
-        length = max(math.ceil((fix.ends - max(fix.begins, hour.begin)) / site.slot), 1)
+        # Towards slot 0: a GPU promised within a slot is taken from that slot's begin on.
+        start = int((fix.begins - hour.begin) / site.slot)
+        length = max(math.ceil((fix.ends - hour.begin) / site.slot) - max(start, 0), 1)
         earliest = max(free_from.get(gpu, start) for gpu in fix.gpus)
         if earliest > start:
             if fix.retry or earliest >= site.plan_slots:

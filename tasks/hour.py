@@ -16,8 +16,10 @@ from typing import Literal
 from tasks.cluster import Site
 from tasks.facts import fact_key, write_fact
 from tasks.instants import floor, text
+from tasks.storage import exists
 
 Trigger = Literal["hourly", "replan"]
+SCHEDULED_PLAN_GRACE = timedelta(minutes=2)
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,17 @@ def present_hour(site: Site, now: datetime, trigger: Trigger) -> Hour:
     if trigger == "replan" and instant == scheduled:
         instant += timedelta(seconds=1)
     return Hour(instant, instant, scheduled + site.plan_every, trigger)
+
+
+def scheduled_plan_is_due(site: Site, now: datetime) -> bool:
+    """Whether the scheduled plan of this moment is about to be committed: a re-plan must not come before it.
+
+    After two minutes it is given up, so that ended runs make room for others though no hour is planned.
+    """
+    instant = floor(now, site.cluster.plan_every_minutes)
+    if now - instant >= SCHEDULED_PLAN_GRACE:
+        return False
+    return not exists(site.storage, scheduled_hour(site, instant, now).commit_key)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tasks.cluster import Site
-from tasks.facts import read_json
+from tasks.facts import read_json, write_fact
 from tasks.hour import (
     Degradation,
     StaleHourError,
@@ -19,6 +19,7 @@ from tasks.hour import (
     record_degraded,
     record_missed,
     scheduled_hour,
+    scheduled_plan_is_due,
 )
 from tests.conftest import make_site, wait_for
 
@@ -77,6 +78,12 @@ def test_a_replan_never_takes_the_instant_of_a_scheduled_plan(site: Site) -> Non
     scheduled = scheduled_hour(site, SIX, after(0.2))
     assert present_hour(site, after(0.1), "replan").commit_key != scheduled.commit_key
     assert present_hour(site, after(0.1), "replan").until == scheduled.until
+
+
+def test_a_replan_leaves_the_first_minutes_to_the_scheduled_plan(site: Site) -> None:
+    assert [scheduled_plan_is_due(site, after(s)) for s in (-1, 0, 119, 120)] == [False, True, True, False]
+    write_fact(site.storage, scheduled_hour(site, SIX, SIX).commit_key, SIX, {})
+    assert not scheduled_plan_is_due(site, after(10))
 
 
 def test_a_missed_slot_is_recorded_once(site: Site) -> None:

@@ -81,6 +81,24 @@ def test_a_started_job_keeps_its_gpus_when_it_overruns_and_the_next_plan_knows(t
     assert held["node"] != given["node"]
 
 
+def test_an_hour_late_in_its_slot_leaves_alone_what_a_replan_committed_in_it(tmp_path: Path) -> None:
+    site, runs = make_site(tmp_path, full_mode_seconds=0, slot_minutes=15), Runs()
+    answer(site, HOUR - 60 * MINUTE)
+    submit(site, "before")
+    plan_hour(site, HOUR - 60 * MINUTE, runs)
+    end(site, runs.made["before/1/0"], HOUR)
+    submit(site, "wide", gpus=8, duration="30m")
+    answer(site, HOUR + 3 * MINUTE)
+    assert plan_hour(site, HOUR + 3 * MINUTE, runs, "replan").planned
+    submit(site, "short", gpus=1, duration="15m")
+    answer(site, HOUR + 4 * MINUTE)
+    assert plan_hour(site, HOUR + 4 * MINUTE, runs).planned
+    assert states(site)["wide"] == "committed"
+    starts = {row["job"]: row["start_at"] for row in ask(site, "SELECT job, start_at FROM allocations")}
+    assert starts["wide"] == HOUR + 3 * MINUTE
+    assert starts["short"] >= HOUR + 33 * MINUTE  # the GPUs are promised, though the slot began before
+
+
 def test_a_crashed_attempt_is_tried_again_on_its_own_gpus_while_they_are_committed(tmp_path: Path) -> None:
     site, runs = make_site(tmp_path), Runs()
     answer(site, HOUR)
