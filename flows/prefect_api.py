@@ -1,6 +1,6 @@
 """Ask a Prefect server over HTTP without importing Prefect, which costs a command a second of start.
 
-Only for the few calls that the command line and `flows.server` need; flows use Prefect's own client.
+For the few calls that the command line, `flows.server` and `flows.orchestration` make.
 """
 
 import base64

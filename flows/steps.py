@@ -5,7 +5,6 @@ The work itself is in `tasks`, as plain functions that tests and the replay call
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
-from prefect.client.orchestration import get_client
 
 from flows import artifacts
 from flows.orchestration import run_maker
@@ -84,8 +83,7 @@ def commit(site: Site, planned: Planned) -> Committed:
 @task(name="dispatch", retries=3, retry_delay_seconds=[1, 5, 10], cache_policy=NO_CACHE)
 def dispatch(site: Site, hour: Hour) -> Dispatched:
     """Flow runs for committed ranks, targets for services."""
-    with get_client(sync_client=True) as client:
-        done = dispatching.dispatch(site, run_maker(client, site), instants.now())
+    done = dispatching.dispatch(site, run_maker(site), instants.now())
     _tell(site, hour, done.problems, f"{len(done.created)} runs created, targets {done.targets}")
     return done
 

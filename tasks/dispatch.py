@@ -66,6 +66,9 @@ def dispatch(site: Site, ensure_run: Callable[[Rank], FlowRun], now: datetime) -
             [now],
         )
     problems: list[Degradation] = []
+    # First of all: a service that is to leave a GPU needs time, and nothing starts there before it has left.
+    taken = {(rank["node"], gpu) for rank in holders for gpu in rank["gpus"]}
+    targets = _publish(site, due, taken, problems, now)
     created, dead = [], []
     for rank in waiting:
         name = f"{rank['job']}.{rank['attempt']}.{rank['rank']}"
@@ -82,8 +85,6 @@ def dispatch(site: Site, ensure_run: Callable[[Rank], FlowRun], now: datetime) -
         if run.over and void_start(site.storage, rank, "its flow run died before it began", now):
             write_outcome(site.storage, {**rank, "price": 0.0}, "not_started", "its flow run died", now)
             dead.append(name)
-    taken = {(rank["node"], gpu) for rank in holders for gpu in rank["gpus"]}
-    targets = _publish(site, due, taken, problems, now)
     return Dispatched(tuple(created), tuple(dead), targets, problems)
 
 
