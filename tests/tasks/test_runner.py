@@ -599,6 +599,10 @@ def environment_of(place: Place, **fields: Any) -> dict[str, str]:
     code = f"""
 import json, os
 found = dict(os.environ, NICE=str(os.nice(0)), CWD=os.getcwd())
+try:
+    found["SESSION"] = open("/proc/self/autogroup").read().split()[-1]
+except FileNotFoundError:  # a kernel without autogroups
+    found["SESSION"] = found["NICE"]
 open({str(place.file("environment"))!r}, "w").write(json.dumps(found))
 """
     assert place.run(place.commit(python(code), **fields)).result() == "completed"
@@ -624,6 +628,7 @@ def test_a_program_on_real_gpus_finds_them_in_its_environment(place: Place) -> N
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "KEPT": "yes",
         "NICE": "0",
+        "SESSION": "0",
     }
     assert {name: found.get(name) for name in expected} == expected
     assert int(found["MASTER_PORT"]) > 0
@@ -635,7 +640,9 @@ def test_a_program_on_virtual_gpus_gets_its_share_and_is_nice(place: Place) -> N
     found = environment_of(place, gpus=(1, 3))
     share = str(max((os.cpu_count() or 1) * 2 // 4, 1))
     assert (found["OMP_NUM_THREADS"], found["MKL_NUM_THREADS"]) == (share, share)
-    assert (found["CUDA_VISIBLE_DEVICES"], found["SLOTWISE_GPU_TYPE"], found["NICE"]) == ("", "cpu", "10")
+    assert (found["CUDA_VISIBLE_DEVICES"], found["SLOTWISE_GPU_TYPE"]) == ("", "cpu")
+    assert found["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert (found["NICE"], found["SESSION"]) == ("15", "15")
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
