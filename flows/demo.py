@@ -34,7 +34,7 @@ from tasks.inbox import FINAL_STATES
 
 SOURCE = Path(server.ROOT) / "deployments" / "demo"
 HISTORY_SLOTS = 96
-FIRST_HOUR = 21  # of the recorded week; after 96 hours of history the demonstration starts as evening falls
+FIRST_HOUR = 22  # of the recorded week; after 96 hours of history the demonstration starts as evening falls
 PLANS = 3
 TRAINING_STEPS = 12
 MODEL = "outputs/plays-small/model"  # what the first training job leaves

@@ -42,7 +42,7 @@ SETTINGS = {
     "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
     "PREFECT_UI_API_URL": "/api",  # the browser may be on another machine
     "PREFECT_WORKER_QUERY_SECONDS": "2",
-    "PREFECT_WORKER_HEARTBEAT_SECONDS": "10",
+    "PREFECT_WORKER_HEARTBEAT_SECONDS": "30",
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
     "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
     # An hour of re-plans made ahead of time would all start at once after an outage.
