@@ -1,10 +1,10 @@
-"""Fast mode: the best plan that a millisecond or two can find.
+"""Fast mode: the best plan that a few milliseconds can find.
 
 Services first follow their demand. Jobs are then packed by several recipes (see ``orders``) and the best
-packing is kept; where real-time GPUs cost more than the batch work they displace would earn, levels chosen
-at the price of that work are tried as well. What is left of the budget goes into local search. In the end
-shortage is met with GPUs that stayed idle, and every job is moved as early as it can go, the most valuable
-first.
+packing is kept. Then services are tried on other GPUs, because where they stand decides which nodes stay
+whole, and, where real-time GPUs cost more than the batch work they displace would earn, at levels chosen at
+the price of that work. What is left of the budget goes into local search. In the end shortage is met with
+GPUs that stayed idle, and every job is moved as early as it can go, the most valuable first.
 
 The invariant: the plan is never worth less than fifo, backfill or greedy, because they are among what is
 tried, unless a ceiling on what their reservations leave room for shows that they cannot win. The cost of
@@ -60,8 +60,9 @@ def plan_fast(problem: Problem, seed: int, iterations: int | None, time_limit: f
     price = marginal_price(tasks, layout.free.bit_count() - sum([sum(service.counts) for service in held]))
     may_pay = price > 0 and _may_pay(held, price)
     if best.objective < most - _DUST or may_pay or any(service.shortage for service in held):
+        best, won, prefer = _try_elsewhere(best, won, until)
         if may_pay:
-            best = _try_leaner(best, price, won, until)
+            best = _try_leaner(best, price, won, prefer, until)
         steps = _default_steps(layout, tasks) if iterations is None else iterations
         best = improve(best, steps, Random(seed), until, adaptive=iterations is None)
         best = _meet_shortage(best)
@@ -78,10 +79,50 @@ def _affordable(layout: Layout, tasks: list[Task]) -> Sequence[Recipe]:
     return LARGE_RECIPES[: max(2, _LARGE_WORK // (count * cells))]
 
 
-def _try_leaner(best: Schedule, price: float, won: Recipe, until: float | None) -> Schedule:
+def _try_elsewhere(
+    best: Schedule, won: Recipe, until: float | None
+) -> tuple[Schedule, Recipe, Sequence[int]]:
+    """Services on other GPUs, where that leaves more room for jobs; with the recipe and what they prefer."""
+    layout, tasks = best.layout, best.tasks
+    prefer: Sequence[int] = ()
+    if layout.gpus * layout.rows >= LARGE or not any(held.cells for held in best.held):
+        return best, won, prefer
+    for other in _preferences(layout):
+        held = serve(layout, baselines.follow_demand, other)
+        if [service.rows for service in held] == [service.rows for service in best.held]:
+            continue
+        packed, recipe, _ = _pack(layout, tasks, held, (won, *RECIPES[:3]), until)
+        if packed.objective > best.objective + _DUST:
+            best, won, prefer = packed, recipe, other
+    return best, won, prefer
+
+
+def _preferences(layout: Layout) -> list[list[int]]:
+    """Where services could stand but on the highest GPUs, as row masks in the order of preference.
+
+    On nodes that holes and running jobs have broken already, so that whole nodes remain for wide jobs; on
+    the GPUs of one type, which jobs may not want; on the lowest nodes.
+    """
+    nodes = layout.problem.nodes
+    masks = [
+        ((1 << node.gpus) - 1) << first for first, node in zip(layout.problem.first_gpu, nodes, strict=True)
+    ]
+    lost = [(mask * layout.repeat(layout.horizon) & ~layout.free).bit_count() for mask in masks]
+    by_loss = sorted(zip(lost, masks, strict=True), reverse=True)
+    found = [[mask for cells, mask in by_loss if cells]] if any(lost) else []
+    types = {node.gpu for node in nodes}
+    if len(types) > 1:
+        for gpu in sorted(types, key=str):
+            found.append([mask for mask, node in zip(masks, nodes, strict=True) if node.gpu == gpu][::-1])
+    return [*found, masks]
+
+
+def _try_leaner(
+    best: Schedule, price: float, won: Recipe, prefer: Sequence[int], until: float | None
+) -> Schedule:
     """Levels of services at the price of the work that they displace, where that is worth more."""
     layout, tasks = best.layout, best.tasks
-    leaner = serve(layout, partial(_at_price, price))
+    leaner = serve(layout, partial(_at_price, price), prefer)
     if [held.counts for held in leaner] == [held.counts for held in best.held]:
         return best
     other, _, _ = _pack(layout, tasks, leaner, (won, *RECIPES[:2]), until)
@@ -141,7 +182,7 @@ def _pack(
 def _default_steps(layout: Layout, tasks: list[Task]) -> int:
     """Steps of local search, fewer where each costs more."""
     size = max(len(tasks), 1)
-    return min(max(4, min(12, 300 // size)), 6_000_000 // (layout.gpus * layout.rows * size))
+    return min(max(4, min(60, 1800 // size)), 6_000_000 // (layout.gpus * layout.rows * size))
 
 
 def _meet_shortage(schedule: Schedule) -> Schedule:

@@ -24,7 +24,8 @@ from allocator.schedule import Schedule
 _CANDIDATES = 5  # places looked at in a step
 _PATIENCE = 4  # a step that succeeds earns this many more, up to ...
 _MOST = 8  # ... so many times the steps asked for
-_SERVICE_SHARE = 0.15  # how often the place may be one that a service holds
+_SERVICE_SHARE = 0.35  # how often the place may be one that a service holds
+_HOPE = 1.5  # what stands in a service's place may be worth so much more than the job: it may find others
 
 
 def improve(
@@ -76,9 +77,9 @@ class _Search:
         option = task.options[0]
         if len(task.options) > 1:
             option = task.options[int(random() * len(task.options))]
-        if option.gang:
-            return self._step_gang(task, option)
         move_service = self.least_penalty > 0 and random() < _SERVICE_SHARE
+        if option.gang:
+            return self._step_gang(task, option, move_service)
         where = self._where(option, move_service)
         if not where and self.least_penalty > 0 and not move_service:
             move_service = True  # only services keep it out everywhere
@@ -89,7 +90,7 @@ class _Search:
         block = option.shape << at
         if not move_service or not block & self._service_cells():
             return self._try(task, option, at // self.schedule.layout.gpus, block, victims)
-        if loss >= task.worth:
+        if loss >= _HOPE * task.worth:
             return False
         return self._try_past_services(task, option, at // self.schedule.layout.gpus, block, victims)
 
@@ -123,19 +124,37 @@ class _Search:
             for task in standing:
                 loss += task.worth
             if move_service:
-                for held in self.schedule.held:
-                    if lost := (held.cells & block).bit_count():
-                        loss += lost * held.service.penalty
+                loss += self._shortage_for(block, standing)
             if least < 0 or loss < least:
                 least, victims, chosen = loss, standing, at
                 if not loss:
                     break
         return victims, chosen, least
 
-    def _step_gang(self, task: Task, option: Option) -> bool:
+    def _shortage_for(self, block: int, standing: list[Task]) -> float:
+        """Cost of what services would lack, at least, with a job here and the cells of its victims idle."""
+        schedule = self.schedule
+        stride, row = schedule.layout.gpus, schedule.layout.row
+        idle = schedule.packing.free
+        for task in standing:
+            idle |= schedule.packing.cells[task.index]
+        idle &= ~block
+        cost = 0.0
+        for held in schedule.held:
+            taken = held.cells & block
+            while taken:
+                slot = ((taken & -taken).bit_length() - 1) // stride
+                shift = slot * stride
+                lost = ((taken >> shift) & row).bit_count()
+                left = held.counts[slot] - max(0, lost - ((idle >> shift) & row).bit_count())
+                cost += held.service.penalty * (held.service.shortage(slot, left) - held.missing[slot])
+                taken = taken >> (shift + stride) << (shift + stride)
+        return cost
+
+    def _step_gang(self, task: Task, option: Option, move_service: bool) -> bool:
         """A gang: clear the first slots of a chance group, as many nodes as it takes."""
         layout, cells = self.schedule.layout, self.schedule.packing.cells
-        where = self._where(option, False)
+        where = self._where(option, move_service)
         if not where:
             return False
         at = int(self.random() * where.bit_length())
@@ -152,7 +171,11 @@ class _Search:
                     block |= option.shape << (base + first.bit_length() - 1)
                     nodes ^= first
                 victims = [other for other in self.inside if cells[other.index] & block]
-                return self._try(task, option, start, block, victims)
+                if not move_service or not block & self._service_cells():
+                    return self._try(task, option, start, block, victims)
+                if self._shortage_for(block, victims) >= task.worth:
+                    return False
+                return self._try_past_services(task, option, start, block, victims)
         return False
 
     def _try(self, task: Task, option: Option, start: int, block: int, victims: list[Task]) -> bool:
@@ -204,6 +227,10 @@ class _Search:
                 held.append(moved)
             else:
                 held.append(service)
+        again = self._repacked(task, option, start, block, held)
+        if again is not None and again.objective > old.objective:
+            self._adopt(again)
+            return True
         new = Schedule(layout, old.tasks, held)
         packing = new.packing
         if not packing.copy(old.packing, kept):
@@ -215,8 +242,26 @@ class _Search:
         if new.objective < old.objective:
             return False
         better = new.objective > old.objective
+        self._adopt(new)
+        return better
+
+    def _repacked(
+        self, task: Task, option: Option, start: int, block: int, held: list[Held]
+    ) -> Schedule | None:
+        """The job first, services around it, and all others packed anew, mostly those worth most per side."""
+        random, layout, tasks = self.random, self.schedule.layout, self.schedule.tasks
+        new = Schedule(layout, tasks, held)
+        quota = new.packing.quota
+        if quota is not None and block & ~quota.open(task, option.gpus, option.slots):
+            return None
+        new.packing.put(task, option, start, block)
+        order = sorted(tasks, key=lambda other: -other.worth / other.cells**0.5 * (0.8 + 0.4 * random()))
+        new.packing.fill(order, LOW)
+        return new
+
+    def _adopt(self, new: Schedule) -> None:
+        """Go on from a schedule in which services hold other GPUs."""
         self.schedule = new
         self.spots.clear()
-        self.base = layout.free & ~self._service_cells()
+        self.base = new.layout.free & ~self._service_cells()
         self._sort_jobs()
-        return better

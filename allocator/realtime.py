@@ -66,15 +66,18 @@ def hold(layout: Layout, free: int, service: Service, price: float) -> Held:
     return hold_counts(layout, free, service, partial(choose_counts, service, price))
 
 
-def hold_counts(layout: Layout, free: int, service: Service, choose: Chooser, kept: int = 0) -> Held:
+def hold_counts(
+    layout: Layout, free: int, service: Service, choose: Chooser, kept: int = 0, prefer: Sequence[int] = ()
+) -> Held:
     """The same for any way to choose the counts: ``choose(caps, lost, start)``, see ``choose_counts``.
 
     Args:
         kept: cells, free ones, that the service may hold whatever others take later, see ``kept_cells``.
+        prefer: sets of GPUs, as row masks, to take from before all others, the first one first.
     """
     slots, stride, row = layout.horizon, layout.gpus, layout.row
     rows = [(free >> (slot * stride)) & row for slot in range(slots)] if free != layout.all else [row] * slots
-    held = _hold(layout, service, rows, choose)
+    held = _hold(layout, service, rows, choose, prefer)
     if not held.allowed:
         # Only GPUs that no other service takes later, and those that were kept for this one.
         steady = row
@@ -82,11 +85,11 @@ def hold_counts(layout: Layout, free: int, service: Service, choose: Chooser, ke
             beyond = ~(layout.free >> (slot * stride)) & row
             steady &= rows[slot] | beyond
             rows[slot] &= steady | kept >> (slot * stride)
-        held = _hold(layout, service, rows, choose)
+        held = _hold(layout, service, rows, choose, prefer)
     return held
 
 
-def _hold(layout: Layout, service: Service, rows: list[int], choose: Chooser) -> Held:
+def _hold(layout: Layout, service: Service, rows: list[int], choose: Chooser, prefer: Sequence[int]) -> Held:
     """Choose counts for these free GPUs of each slot until they can be held."""
     slots, replica, stride, row = layout.horizon, service.gpus_per_replica, layout.gpus, layout.row
     whole = layout.free == layout.all
@@ -104,7 +107,7 @@ def _hold(layout: Layout, service: Service, rows: list[int], choose: Chooser) ->
                 lost[slot] = -(-gone.bit_count() // replica)
     for _ in range(_ROUNDS):
         counts = choose(caps, lost, begin.count)
-        held, slot, losses, allowed = _give(layout, service, rows, (reach, out), counts, begin)
+        held, slot, losses, allowed = _give(layout, service, rows, (reach, out), counts, begin, prefer)
         if slot < 0:
             break
         reached = held[slot].bit_count() // replica
@@ -266,6 +269,7 @@ def _give(
     physical: tuple[list[int], list[int]],
     counts: list[int],
     begin: _Start,
+    prefer: Sequence[int],
 ) -> tuple[list[int], int, int, bool]:
     """Give GPUs slot by slot.
 
@@ -300,7 +304,7 @@ def _give(
             if wanted < have:
                 _shrink(rows, slot, have - wanted, stack)
             elif may_grow:
-                _grow(layout, unit, rows, counts, slot, wanted, stack)
+                _grow(layout, unit, rows, counts, slot, wanted, stack, prefer)
         mask = sum(stack)
         held.append(mask)
         if missed < 0 and len(stack) != target:
@@ -312,7 +316,14 @@ def _give(
 
 
 def _grow(
-    layout: Layout, unit: int, rows: list[int], counts: list[int], slot: int, wanted: int, stack: list[int]
+    layout: Layout,
+    unit: int,
+    rows: list[int],
+    counts: list[int],
+    slot: int,
+    wanted: int,
+    stack: list[int],
+    prefer: Sequence[int],
 ) -> None:
     """Add replicas: each on GPUs that stay free for as long as the counts need it, or else the longest."""
     taken = sum(stack)
@@ -334,6 +345,8 @@ def _grow(
             if not places:
                 return
         near = places & (taken >> unit | taken << 1)
+        if not near and prefer:
+            near = next(filter(None, [places & gpus for gpus in prefer]), 0)
         block = ones << ((near or places).bit_length() - 1)
         stack.append(block)
         taken |= block

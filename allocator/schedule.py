@@ -17,7 +17,7 @@ from allocator.realtime import Held, hold_counts, kept_cells
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from allocator.realtime import Chooser
 
@@ -80,14 +80,16 @@ class Schedule:
         return tuple([rows[service.service] for service in self.layout.problem.services])
 
 
-def serve(layout: Layout, chooser: Callable[[Service], Chooser]) -> list[Held]:
+def serve(layout: Layout, chooser: Callable[[Service], Chooser], prefer: Sequence[int] = ()) -> list[Held]:
     """Give every service its GPUs, the dearest to leave short first; ``chooser`` says how many for each.
+
+    ``prefer`` are sets of GPUs (row masks) that services take first.
 
     What a service holds now and would keep is out of reach of those that come before it.
     """
     services = layout.problem.services
     if len(services) == 1:
-        return [hold_counts(layout, layout.free, services[0], chooser(services[0]))]
+        return [hold_counts(layout, layout.free, services[0], chooser(services[0]), 0, prefer)]
     ranked = sorted(services, key=lambda service: -service.penalty)
     kept: dict[str, int] = {}
     free, held = layout.free, []
@@ -95,7 +97,7 @@ def serve(layout: Layout, chooser: Callable[[Service], Chooser]) -> list[Held]:
         kept[service.service] = kept_cells(layout, free & ~sum(kept.values()), service, chooser(service))
     for service in ranked:
         own = kept.pop(service.service)
-        got = hold_counts(layout, free & ~sum(kept.values()), service, chooser(service), own)
+        got = hold_counts(layout, free & ~sum(kept.values()), service, chooser(service), own, prefer)
         held.append(got)
         free &= ~got.cells
     return held
