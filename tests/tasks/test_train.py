@@ -75,8 +75,9 @@ def test_a_killed_run_goes_on_to_the_very_same_curve(whole: Job, root: Path) -> 
     assert (job.output / weights).read_bytes() == (whole.output / weights).read_bytes()
 
 
-def test_a_run_that_is_told_to_stop_saves_its_step_and_leaves(whole: Job, root: Path) -> None:
-    job = Job("tasks.train", root, "stopped", {"config": {**CONFIG, "checkpoint_every": 1000}})
+def test_a_run_that_is_told_to_stop_saves_its_step_and_leaves(root: Path) -> None:
+    long = {**CONFIG, "steps": 100_000, "checkpoint_every": 100_000}  # far from its end, however fast
+    job = Job("tasks.train", root, "stopped", {"config": long})
     process = job.start()
     try:
         wait_for(lambda: job.metrics.get("steps", 0) >= 3, "a few steps")
@@ -88,7 +89,7 @@ def test_a_run_that_is_told_to_stop_saves_its_step_and_leaves(whole: Job, root: 
     (checkpoint,) = (job.output / "checkpoints").iterdir()
     state = json.loads((checkpoint / "state.json").read_text())
     assert job.metrics["message"] == f"stopped after step {state['step']}, which is saved"
-    assert state["losses"] == curve(whole)[: state["step"]]
+    assert len(state["losses"]) == state["step"] >= 3
 
 
 def test_a_gang_of_two_learns_what_one_process_learns(whole: Job, root: Path) -> None:
