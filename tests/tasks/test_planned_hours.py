@@ -99,6 +99,16 @@ def test_an_hour_late_in_its_slot_leaves_alone_what_a_replan_committed_in_it(tmp
     assert starts["short"] >= HOUR + 33 * MINUTE  # the GPUs are promised, though the slot began before
 
 
+def test_a_job_without_a_place_is_told_who_has_it(tmp_path: Path) -> None:
+    site, runs = make_site(tmp_path, full_mode_seconds=0, plan_slots=6), Runs()
+    answer(site, HOUR)
+    submit(site, "dear", gpus=8, priority=9, duration="1h")
+    submit(site, "cheap", gpus=8, priority=1, duration="1h")
+    plan_hour(site, HOUR, runs)
+    (told,) = ask(site, "SELECT reason FROM planned_jobs WHERE job = 'cheap'")
+    assert "goes to dear" in told["reason"]
+
+
 def test_a_crashed_attempt_is_tried_again_on_its_own_gpus_while_they_are_committed(tmp_path: Path) -> None:
     site, runs = make_site(tmp_path), Runs()
     answer(site, HOUR)
