@@ -36,7 +36,7 @@ SOURCE = Path(server.ROOT) / "deployments" / "demo"
 HISTORY_SLOTS = 96
 FIRST_HOUR = 22  # of the recorded week; after 96 hours of history the demonstration starts as evening falls
 PLANS = 3
-TRAINING_STEPS = 12
+TRAINING_STEPS = 8
 MODEL = "outputs/plays-small/model"  # what the first training job leaves
 PROMPTS = (
     "To be, or",
@@ -46,7 +46,7 @@ PROMPTS = (
     "Friends, Romans,",
     "Once more",
 )
-DEADLINE_S = 330.0
+DEADLINE_S = 340.0
 QUERIES = (
     "SELECT kind, count(*) AS runs, round(avg(mfu), 3) AS mfu, round(sum(gpu_seconds)) AS gpu_s, "
     "round(sum(cost), 3) AS cost FROM runs GROUP BY kind ORDER BY kind",
