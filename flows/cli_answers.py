@@ -101,7 +101,15 @@ def published(site: Site) -> Iterator["DuckDBPyConnection"]:
             f"{file}: not there yet; it comes with the first plan: `slotwise up` plans every "
             f"{site.cluster.plan_every_minutes} minutes, `slotwise hour` plans now"
         )
-    with duckdb.connect(str(file), read_only=True, config={"threads": 2}) as connection:
+    try:
+        connection = duckdb.connect(str(file), read_only=True, config={"threads": 2})
+    except duckdb.Error as error:
+        said = str(error).partition("\n")[0]
+        raise MistakeError(
+            f"{file}: cannot be opened: {said}; open it with -readonly elsewhere, "
+            "or if it is damaged, `slotwise ledger rebuild` makes it anew"
+        ) from None
+    with connection:
         connection.execute("SET TimeZone = 'UTC'")
         yield connection
 

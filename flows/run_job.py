@@ -38,8 +38,9 @@ def run_job(storage: str, commit: str, job: str, rank: int) -> Any:
 def _finish(order: Order, outcome: Outcome) -> Any:
     if outcome.state is None:
         return Completed(message=outcome.error)
-    with contextlib.suppress(Exception):  # what people see must not undo what was done
-        _show(order, outcome)
+    if order.rank == 0:  # it knows the metrics of a gang
+        with contextlib.suppress(Exception):  # what people see must not undo what was done
+            _show(order, outcome)
     with contextlib.suppress(Exception):  # the schedule replans anyway
         request_replan(instants.now())
     if outcome.state == "completed":

@@ -371,7 +371,10 @@ def _log(site: Site, name: str) -> Path:
 @contextlib.contextmanager
 def _lock(site: Site) -> Iterator[None]:
     """One `up` or `down` of a site at a time; it ends with its process, whatever happens."""
-    _run(site).mkdir(parents=True, exist_ok=True)
+    try:
+        _run(site).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ServerError(f"{site.file}: state: {_run(site)} cannot be made: {error.strerror}") from None
     with (_run(site) / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -73,8 +73,8 @@ def commit(site: Site, planned: Planned) -> Committed:
     done = committing.commit(site, planned, instants.now())
     ledger.take_in(ledger_directory(site), site.storage, planned.hour.instant.date())
     if done.ours:
-        artifacts.show_plan(site, done.planned)
-        _tell(site, planned.hour, done.problems, f"committed {', '.join(done.jobs) or 'no new start'}")
+        artifacts.show_plan(site, planned)
+        get_run_logger().info("committed %s", ", ".join(done.jobs) or "no new start")
     else:
         get_run_logger().warning("%s was there already: another planner was first", done.key)
     return done

@@ -12,6 +12,7 @@ from typing import Any
 
 import allocator
 from allocator import Choice, Hole, Plan, Problem, ProblemError, Running
+from allocator.explain import with_reasons
 from tasks import ledger
 from tasks.cluster import Node, Service, Site
 from tasks.collect import ledger_directory
@@ -62,7 +63,7 @@ class Planned:
 def allocate(site: Site, hour: Hour, forecasts: Mapping[str, Forecast], lost: Iterable[str]) -> Planned:
     """Plan the horizon from `hour.begin` on; on the nodes in `lost` nothing may start.
 
-    A replan is light: fast mode alone, and no baselines.
+    A replan is light: fast mode alone, and no baselines. Every job without a place is told why.
     """
     full_seconds = site.cluster.full_mode_seconds if hour.trigger == "hourly" else 0.0
     problems: list[Degradation] = []
@@ -74,10 +75,25 @@ def allocate(site: Site, hour: Hour, forecasts: Mapping[str, Forecast], lost: It
             plan = allocator.solve(problem, mode="full", time_limit=full_seconds)
         except Exception as error:  # the fast plan stands, whatever the solver did
             problems.append(Degradation("allocate", "full mode", f"{error}; the fast plan stands"))
-    baselines = {mode: allocator.solve(problem, mode=mode) for mode in BASELINES if hour.trigger == "hourly"}
+    baselines = _baselines(problem, problems) if hour.trigger == "hourly" else {}
+    try:
+        plan = with_reasons(problem, plan)
+    except Exception as error:  # a plan without explanations is a plan
+        problems.append(Degradation("allocate", "explanations", f"{type(error).__name__}: {error}"))
     gpus = tuple((node, index) for _, node, index in site.gpu_numbers())
     queued = {row["job"]: row for row in state.queued}
     return Planned(hour, problem, plan, baselines, gpus, queued, state.considered, problems)
+
+
+def _baselines(problem: Problem, problems: list[Degradation]) -> dict[str, Plan]:
+    """What each baseline makes of the problem; one that fails is left out."""
+    plans = {}
+    for mode in BASELINES:
+        try:
+            plans[mode] = allocator.solve(problem, mode=mode)
+        except Exception as error:
+            problems.append(Degradation("allocate", mode, f"{type(error).__name__}: {error}"))
+    return plans
 
 
 @dataclass(frozen=True)

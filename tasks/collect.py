@@ -23,6 +23,7 @@ from tasks.reconcile import settle
 from tasks.storage import StorageError
 
 EXPECTED = (StorageError, FactError, DemandError)
+LATE = timedelta(days=1)  # how far back a sample may still appear, or be corrected
 HISTORY = timedelta(days=35)  # demand asked for when nothing is known of a service
 
 
@@ -142,8 +143,7 @@ def _known(directory: Path) -> _Known:
 
 def _take_demand(site: Site, service: Service, known_until: datetime | None, now: datetime) -> int:
     """Record the samples that are new or were corrected lately; how many."""
-    sample = timedelta(minutes=service.demand.sample_minutes)
-    since = now - HISTORY if known_until is None else known_until - 2 * sample
+    since = now - HISTORY if known_until is None else known_until - LATE
     read = read_demand(service.demand, site, since, now)
     with ledger.open_ledger(ledger_directory(site)) as connection:
         query = "SELECT ts, value FROM demand WHERE service = ? AND ts >= ?"

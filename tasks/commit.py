@@ -4,32 +4,25 @@ Invariant: the commitment is one fact, created only if no one has committed this
 rest of the horizon included, is recorded beside it as advice.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from allocator import Placement, Plan, Problem
-from allocator.explain import with_reasons
 from tasks.allocate import Planned
 from tasks.cluster import Node, Site
 from tasks.facts import fact_key, read_json, write_fact, write_json
-from tasks.hour import Degradation
 from tasks.instants import text
 from tasks.storage import Storage
 
 
 @dataclass(frozen=True)
 class Committed:
-    """Key of the commitment, whether it is ours, and the jobs whose start it fixes.
-
-    `planned` is what was recorded: the plan with its explanations, or `problems` why it has none.
-    """
+    """Key of the commitment, whether it is ours, and the jobs whose start it fixes."""
 
     key: str
     ours: bool
     jobs: tuple[str, ...]
-    planned: Planned
-    problems: list[Degradation]
 
 
 def commit(site: Site, planned: Planned, now: datetime) -> Committed:
@@ -45,23 +38,19 @@ def commit(site: Site, planned: Planned, now: datetime) -> Committed:
         "start_timeout_minutes": site.cluster.start_timeout_minutes,
     }
     problem = planned.problem.to_dict()
-    problems: list[Degradation] = []
-    ours = write_fact(storage, hour.commit_key, now, body)
+    ours = write_fact(storage, hour.commit_key, now, body) or _same(storage, hour.commit_key, body)
     if ours:
-        planned, problems = _explained(planned)  # only now: nobody waits for it
         key = fact_key("plan", hour.instant, text(hour.instant))
         write_fact(storage, key, now, plan_fact(planned))
         write_json(storage, _solved_key(hour.instant), {"problem": problem, "plan": planned.plan.to_dict()})
     jobs = tuple(place["job"] for place in placements) if ours else ()
-    return Committed(hour.commit_key, ours, jobs, planned, problems)
+    return Committed(hour.commit_key, ours, jobs)
 
 
-def _explained(planned: Planned) -> tuple[Planned, list[Degradation]]:
-    """The same, with the reason and the earliest start of each job that got no place."""
-    try:
-        return replace(planned, plan=with_reasons(planned.problem, planned.plan)), []
-    except Exception as error:  # the commitment stands and must not lack its plan
-        return planned, [Degradation("commit", "explanations", f"{type(error).__name__}: {error}")]
+def _same(storage: Storage, key: str, body: dict[str, Any]) -> bool:
+    """Whether what was committed is this: then an earlier try got so far, and its plan may be missing."""
+    found = read_json(storage, key)
+    return all(found.get(name) == value for name, value in body.items())
 
 
 def read_plan(storage: Storage, instant: datetime) -> tuple[Problem, Plan]:

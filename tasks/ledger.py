@@ -95,21 +95,24 @@ def publish(directory: Path) -> Path:
 
 
 def snapshot(directory: Path, storage: Storage) -> list[str]:
-    """Put the published copy's tables into storage as Parquet files, for readers elsewhere; their keys."""
+    """Put the ledger's tables into storage as Parquet files, for readers elsewhere; their keys.
+
+    Not from the published copy: a person may have that one open as they like.
+    """
     with contextlib.ExitStack() as cleanup:
         folder = directory / f".snapshot.{os.getpid()}"
         folder.mkdir(parents=True, exist_ok=True)
         cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
-        keys = []
-        with duckdb.connect(str(published_file(directory)), read_only=True) as connection:
-            for (table,) in connection.execute(
-                "SELECT table_name FROM duckdb_tables() ORDER BY ALL"
-            ).fetchall():
+        with open_ledger(directory) as connection:
+            found = connection.execute("SELECT table_name FROM duckdb_tables() ORDER BY ALL").fetchall()
+            tables = [str(table) for (table,) in found]
+            for table in tables:
                 file = folder / f"{table}.parquet"
                 connection.execute(f"COPY {table} TO '{_quoted(file)}' (FORMAT parquet)")
-                keys.append(f"snapshots/{table}.parquet")
-                storage.upload(keys[-1], file)
-        return keys
+        keys = {table: f"snapshots/{table}.parquet" for table in tables}
+        for table, key in keys.items():
+            storage.upload(key, folder / f"{table}.parquet")
+        return list(keys.values())
 
 
 def rebuild(directory: Path, storage: Storage) -> TakenIn:
@@ -292,7 +295,10 @@ def _day(key: str) -> date | None:
 
 @contextlib.contextmanager
 def _lock(directory: Path) -> Iterator[None]:
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LedgerError(f"{directory}: cannot be made: {error.strerror}; see `state:`") from None
     with (directory / "ledger.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,11 +1,11 @@
 """Record: close the slots that have passed: what was planned, what happened, what the baselines planned.
 
 Invariant: each planned slot is closed once (its fact is created only if absent), from the ledger as it is
-then.
+then: when all demand of the slot is known, and at the latest when one more has passed.
 """
 
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -37,8 +37,11 @@ def record(site: Site, now: datetime) -> list[Closed]:
             [now, site.cluster.plan_every_minutes, now],
         )
         figures = []
+        known = _demand_known_until(connection, site)
         for plan in passed:
             until = min(plan["instant"] + site.plan_every, plan["next"])
+            if known < until and now < until + site.plan_every:
+                continue  # the next hour may know what the services wanted
             figures.append((plan, until, _happened(connection, site, plan["instant"], until)))
     closed = []
     for plan, until, happened in figures:
@@ -57,6 +60,19 @@ def record(site: Site, now: datetime) -> list[Closed]:
     if closed:
         ledger.snapshot(directory, site.storage)
     return closed
+
+
+def _demand_known_until(connection: Any, site: Site) -> datetime:
+    """Until when the demand of every service is known."""
+    rows = ledger.rows(connection, "SELECT service, max(ts) AS ts FROM demand GROUP BY service")
+    last = {row["service"]: row["ts"] for row in rows}
+    known = [
+        last[service.name] + timedelta(minutes=service.demand.sample_minutes)
+        if service.name in last
+        else datetime.min.replace(tzinfo=UTC)
+        for service in site.cluster.services
+    ]
+    return min(known, default=datetime.max.replace(tzinfo=UTC))
 
 
 def _happened(connection: Any, site: Site, begin: datetime, end: datetime) -> dict[str, Any]:

@@ -78,6 +78,28 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Ask:
     return run
 
 
+@pytest.mark.parametrize("content", [b"no database", None])
+def test_a_copy_that_cannot_be_opened_is_one_line(site: Site, refused: Ask, content: bytes | None) -> None:
+    ledger.take_in(ledger_directory(site), site.storage)
+    ledger.publish(ledger_directory(site))
+    file = ledger.published_file(ledger_directory(site))
+    if content is None:  # someone works on it in another process
+        code = (
+            f"import duckdb, sys; held = duckdb.connect({str(file)!r}); print(flush=True); sys.stdin.read()"
+        )
+        holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert holder.stdout is not None and holder.stdout.readline()
+    else:
+        file.write_bytes(content)
+    try:
+        said = refused("jobs")
+    finally:
+        if content is None:
+            holder.communicate()
+    assert "outcomes.duckdb: cannot be opened" in said and "slotwise ledger rebuild" in said
+    assert "\n" not in said
+
+
 def spec(directory: Path, name: str, **changes: Any) -> str:
     """A spec file; its path."""
     file = directory / f"{name}.yaml"

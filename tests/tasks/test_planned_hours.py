@@ -9,11 +9,15 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
+import allocator
 from tasks import ledger
+from tasks.allocate import allocate
 from tasks.cluster import Site
-from tasks.collect import ledger_directory
+from tasks.collect import collect, ledger_directory
+from tasks.commit import commit
 from tasks.dispatch import dispatch
 from tasks.facts import fact_key, write_fact, write_json
+from tasks.hour import scheduled_hour
 from tasks.inbox import request_cancel
 from tasks.instants import text
 from tasks.reconcile import lease_key
@@ -286,6 +290,85 @@ def test_a_closed_slot_says_what_happened_beside_what_was_planned(tmp_path: Path
     assert slot["busy_gpu_s"] == pytest.approx(4 * 1800)
     assert slot["utilization"] == pytest.approx(4 * 1800 / (8 * 3600))
     assert slot["fifo_value"] == pytest.approx(20)
+
+
+def test_a_slot_is_closed_once_the_demand_in_it_is_known(tmp_path: Path) -> None:
+    site, runs = make_site(tmp_path, services=[CHAT]), Runs()
+    file = site.file.parent / "demand.csv"
+    file.write_text(f"ts,y\n{text(HOUR - 60 * MINUTE)},2\n")
+    site_hours = [HOUR + 60 * hour * MINUTE for hour in range(3)]
+    for hour in site_hours[:2]:
+        answer(site, hour)
+        plan_hour(site, hour, runs)
+    assert ask(site, "FROM slots") == []  # what came in the first hour is not known yet
+    file.write_text(file.read_text() + f"{text(HOUR)},2\n{text(HOUR + 60 * MINUTE)},2\n")
+    plan_hour(site, HOUR + 70 * MINUTE, runs, "replan")
+    (slot,) = ask(site, "FROM slots")
+    assert slot["instant"] == HOUR and slot["demand_gpu_s"] == pytest.approx(2 * 3600)
+
+
+def test_a_slot_whose_demand_never_comes_is_closed_one_hour_later(tmp_path: Path) -> None:
+    site, runs = make_site(tmp_path, services=[CHAT]), Runs()
+    closed = []
+    for hour in (HOUR, HOUR + 60 * MINUTE, HOUR + 120 * MINUTE):
+        answer(site, hour)
+        plan_hour(site, hour, runs)
+        closed.append(len(ask(site, "FROM slots")))
+    assert closed == [0, 0, 1]
+
+
+def test_a_demand_sample_that_comes_late_is_not_lost(tmp_path: Path) -> None:
+    site, runs = make_site(tmp_path, services=[CHAT]), Runs()
+    file = site.file.parent / "demand.csv"
+    early, late = HOUR - 300 * MINUTE, HOUR - 60 * MINUTE
+    file.write_text(f"ts,y\n{text(late)},2\n")
+    answer(site, HOUR)
+    plan_hour(site, HOUR, runs)
+    file.write_text(f"ts,y\n{text(early)},3\n{text(late)},2\n")
+    plan_hour(site, HOUR + MINUTE, runs)
+    assert ask(site, "SELECT ts, value FROM demand ORDER BY ts") == [
+        {"ts": early, "value": 3.0},
+        {"ts": late, "value": 2.0},
+    ]
+
+
+def test_a_commitment_whose_plan_was_not_written_gets_it_from_the_next_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, now = make_site(tmp_path, full_mode_seconds=0), HOUR
+    answer(site, now)
+    submit(site, "a")
+    collect(site, now)
+    planned = allocate(site, scheduled_hour(site, now, now), {}, [])
+    with monkeypatch.context() as broken:
+        broken.setattr("tasks.commit.plan_fact", lambda planned: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            commit(site, planned, now)
+    assert commit(site, planned, now + MINUTE).ours
+    ledger.take_in(ledger_directory(site), site.storage, now.date())
+    assert len(ask(site, "FROM plans")) == len(ask(site, "FROM allocations")) == 1
+
+
+def test_a_baseline_that_fails_is_told_and_the_hour_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, runs, solve = make_site(tmp_path, full_mode_seconds=0), Runs(), allocator.solve
+
+    def fails(problem: allocator.Problem, mode: Any = "fast", **options: Any) -> allocator.Plan:
+        if mode == "fifo":
+            raise ValueError("a fault")
+        return solve(problem, mode, **options)
+
+    monkeypatch.setattr(allocator, "solve", fails)
+    answer(site, HOUR)
+    submit(site, "a")
+    done = plan_hour(site, HOUR, runs)
+    assert list(runs.made) == ["a/1/0"]
+    assert [(p.step, p.subject, p.reason) for p in done.problems] == [
+        ("allocate", "fifo", "ValueError: a fault")
+    ]
+    (plan,) = ask(site, "SELECT fifo_value, backfill_value FROM plans")
+    assert plan["fifo_value"] is None and plan["backfill_value"] is not None
 
 
 def test_the_ledger_equals_its_facts_after_several_hours(tmp_path: Path) -> None:
