@@ -7,13 +7,17 @@ then: when all demand of the slot is known, and at the latest when one more has 
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from tasks import ledger
 from tasks.cluster import Site
 from tasks.collect import ledger_directory
 from tasks.facts import fact_key, write_fact
-from tasks.instants import text
+from tasks.hour import record_missed
+from tasks.instants import floor, text
+
+GAP_KEPT = timedelta(days=2)  # older days take in no more facts
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ def record(site: Site, now: datetime) -> list[Closed]:
             if known < until and now < until + site.plan_every:
                 continue  # the next hour may know what the services wanted
             figures.append((plan, until, _happened(connection, site, plan["instant"], until)))
+    _record_gap(site, directory, now)
     closed = []
     for plan, until, happened in figures:
         body = {
@@ -60,6 +65,19 @@ def record(site: Site, now: datetime) -> list[Closed]:
     if closed:
         ledger.snapshot(directory, site.storage)
     return closed
+
+
+def _record_gap(site: Site, directory: Path, now: datetime) -> None:
+    """Leave a fact for each hour between the last two planned ones: nobody was there to plan it."""
+    with ledger.open_ledger(directory) as connection:
+        query = "SELECT instant FROM plans WHERE trigger = 'hourly' ORDER BY instant DESC LIMIT 2"
+        latest = [row["instant"] for row in ledger.rows(connection, query)]
+    if len(latest) == 2:
+        missed = floor(latest[1], site.cluster.plan_every_minutes) + site.plan_every
+        missed = max(missed, floor(now - GAP_KEPT, site.cluster.plan_every_minutes))
+        while missed < floor(latest[0], site.cluster.plan_every_minutes):
+            record_missed(site, missed, "no planner ran", now)
+            missed += site.plan_every
 
 
 def _demand_known_until(connection: Any, site: Site) -> datetime:

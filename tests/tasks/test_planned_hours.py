@@ -292,6 +292,18 @@ def test_a_closed_slot_says_what_happened_beside_what_was_planned(tmp_path: Path
     assert slot["fifo_value"] == pytest.approx(20)
 
 
+def test_hours_that_nobody_planned_are_recorded_by_the_next_one(tmp_path: Path) -> None:
+    site, runs = make_site(tmp_path, full_mode_seconds=0), Runs()
+    for hour in (HOUR, HOUR + 180 * MINUTE, HOUR + 240 * MINUTE):
+        answer(site, hour)
+        plan_hour(site, hour, runs)
+    missed = ask(site, "SELECT instant, reason FROM missed_slots ORDER BY instant")
+    assert missed == [
+        {"instant": HOUR + 60 * MINUTE, "reason": "no planner ran"},
+        {"instant": HOUR + 120 * MINUTE, "reason": "no planner ran"},
+    ]
+
+
 def test_a_slot_is_closed_once_the_demand_in_it_is_known(tmp_path: Path) -> None:
     site, runs = make_site(tmp_path, services=[CHAT]), Runs()
     file = site.file.parent / "demand.csv"
