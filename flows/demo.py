@@ -31,6 +31,7 @@ from tasks.collect import ledger_directory, record_demand
 from tasks.commit import read_plan
 from tasks.demand import Sample
 from tasks.inbox import FINAL_STATES
+from tasks.serving import observed
 
 SOURCE = Path(server.ROOT) / "deployments" / "demo"
 HISTORY_SLOTS = 96
@@ -257,6 +258,16 @@ def check(
     completed = [job for job in jobs if job["state"] == "completed"]
     trained = [run for run in runs.values() if run["kind"] == "training" and run["mfu"] is not None]
     quantized = [json.loads(run["metrics"]) for run in runs.values() if run["kind"] == "quantization"]
+    methods = [row["method"] for row in query(site, "SELECT DISTINCT method FROM forecasts ORDER BY ALL")]
+    recorded = len(query(site, "FROM demand_samples WHERE origin = 'recorded'"))
+    bare = len(
+        query(
+            site,
+            "FROM plans WHERE trigger = 'hourly' AND (fifo_value IS NULL OR backfill_value IS NULL "
+            "OR greedy_value IS NULL)",
+        )
+    )
+    followed = observed(site.storage, site.cluster.services[0].name).version
     different = ledger.verify(ledger_directory(site), site.storage)
     return [
         Check(
@@ -272,6 +283,9 @@ def check(
             and all({"perplexity_before", "perplexity_after"} <= found.keys() for found in quantized),
         ),
         Check("forecasts were compared with what came", bool(forecasts)),
+        Check(f"they were made by {', '.join(methods)} from {recorded} recorded hours", methods == ["blend"]),
+        Check("every plan stands beside fifo, backfill and greedy", bare == 0),
+        Check(f"the service followed {followed} targets", followed > 1),
         Check(f"the ledger equals its facts {different or ''}", not different),
     ]
 
