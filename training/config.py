@@ -16,7 +16,7 @@ Precision = Literal["fp32", "bf16"]
 
 
 # What was expected, by pydantic's name for what is wrong; its own words serve for the rest.
-_EXPECTED = {
+EXPECTED = {
     "string_type": "expected a text",
     "int_type": "expected a whole number",
     "int_parsing": "expected a whole number",
@@ -125,7 +125,7 @@ def checked(cls: type[C], data: Any, where: str) -> C:
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         field = ".".join(map(str, problem["loc"][:1]))
-        known = _EXPECTED.get(problem["type"])
+        known = EXPECTED.get(problem["type"])
         message = known.format(**problem.get("ctx", {})) if known else problem["msg"]
         message = message.removeprefix("Value error, ")
         told = f"{field}: {problem['input']!r}: " if field else ""

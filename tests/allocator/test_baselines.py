@@ -1,13 +1,11 @@
 """The baselines are what the design says, to the last unit of worth."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from allocator import Plan, Problem, load_problem, solve
-
-SCENARIOS = Path(__file__).parents[2] / "allocator" / "scenarios"
+from tests.allocator.scenarios import SCENARIOS
 
 # Worked out by hand-checked independent code; fifo's are published with the scenarios.
 FIGURES = {

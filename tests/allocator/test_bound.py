@@ -1,7 +1,5 @@
 """The upper bound: never below a plan, and close to the best where running jobs and holes cut nodes up."""
 
-from pathlib import Path
-
 import pytest
 
 from allocator import Problem, load_problem, solve
@@ -10,17 +8,7 @@ from allocator.generate import generate
 from allocator.relaxation import Relaxation
 from allocator.roundings import roundings
 from allocator.state import state_of
-
-SCENARIOS = Path(__file__).parents[2] / "allocator" / "scenarios"
-SEVEN = {
-    "contention": 1052,
-    "deadlines": 688,
-    "fragmentation": 1326,
-    "light_load": 100,
-    "realtime_burst": 1286,
-    "realtime_peak": 1180,
-    "scale": 1872,
-}
+from tests.allocator.scenarios import BEST, SCENARIOS
 
 
 def problem_of(**data: object) -> Problem:
@@ -31,11 +19,11 @@ def job(name: str, gpus: int, slots: int, priority: int = 1, **more: object) -> 
     return {"id": name, "gpus": gpus, "slots": slots, "priority": priority, **more}
 
 
-@pytest.mark.parametrize("name", SEVEN)
+@pytest.mark.parametrize("name", BEST)
 def test_the_linear_program_is_within_a_percent_on_the_seven_scenarios(name: str) -> None:
     relaxation = Relaxation(load_problem(SCENARIOS / f"{name}.yaml"))
     bound = rounded_down(relaxation, linear_bound(relaxation, 20).value)
-    assert SEVEN[name] <= bound <= 1.01 * SEVEN[name]
+    assert BEST[name] <= bound <= 1.01 * BEST[name]
 
 
 def test_without_jobs_and_services_the_bound_is_nothing() -> None:

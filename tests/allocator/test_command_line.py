@@ -13,7 +13,7 @@ import yaml
 from allocator import Plan, Problem, load_problem
 from allocator.__main__ import main
 from allocator.check import check
-from tests.allocator.test_generate import SCENARIOS
+from tests.allocator.scenarios import SCENARIOS
 
 ROOT = SCENARIOS.parents[1]
 CONTENTION = str(SCENARIOS / "contention.yaml")

@@ -8,7 +8,7 @@ from rich.console import Console
 from allocator import Problem, load_problem, solve
 from allocator.check import score
 from allocator.compare import POLICIES, Comparison, compare, table
-from tests.allocator.test_generate import SCENARIOS
+from tests.allocator.scenarios import SCENARIOS
 
 QUICK = ("fifo", "backfill", "greedy", "fast")
 

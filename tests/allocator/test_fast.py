@@ -1,7 +1,6 @@
 """Fast mode: near the best on the scenarios, tidy, repeatable, and at ease with what goes wrong every day."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,19 +8,7 @@ import pytest
 from allocator import Problem, load_problem, solve
 from allocator.check import check, slack
 from allocator.generate import generate
-
-SCENARIOS = Path(__file__).parents[2] / "allocator" / "scenarios"
-
-# Proven optima of the objective.
-BEST = {
-    "contention": 1052,
-    "deadlines": 688,
-    "fragmentation": 1326,
-    "light_load": 100,
-    "realtime_burst": 1286,
-    "realtime_peak": 1180,
-    "scale": 1872,
-}
+from tests.allocator.scenarios import BEST, SCENARIOS
 
 
 @pytest.mark.parametrize("name", BEST)

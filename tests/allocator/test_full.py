@@ -8,7 +8,8 @@ from allocator import Placement, Plan, Problem, ServicePlan, full, load_problem,
 from allocator.check import check, score, slack
 from allocator.full import solve_full
 from allocator.generate import FEATURES, generate
-from tests.allocator.test_bound import SCENARIOS, SEVEN, job, problem_of
+from tests.allocator.scenarios import BEST, SCENARIOS
+from tests.allocator.test_bound import job, problem_of
 
 
 def nothing_new(problem: Problem) -> Plan:
@@ -29,17 +30,17 @@ def nothing_new(problem: Problem) -> Plan:
     return replace(draft, objective=figures.objective, value=figures.value, utilization=figures.utilization)
 
 
-@pytest.mark.parametrize("name", SEVEN)
+@pytest.mark.parametrize("name", BEST)
 def test_the_optimum_of_the_seven_scenarios_is_found_and_proven(name: str) -> None:
     problem = load_problem(SCENARIOS / f"{name}.yaml")
     plan = solve(problem, "full", time_limit=60)
-    assert (plan.objective, plan.bound) == (SEVEN[name], SEVEN[name])
+    assert (plan.objective, plan.bound) == (BEST[name], BEST[name])
     assert check(problem, plan) == []
 
 
 def test_it_begins_from_any_plan_that_keeps_the_rules() -> None:
     problem = load_problem(SCENARIOS / "fragmentation.yaml")
-    assert solve_full(problem, nothing_new(problem), 60, 0).objective == SEVEN["fragmentation"]
+    assert solve_full(problem, nothing_new(problem), 60, 0).objective == BEST["fragmentation"]
 
 
 def test_no_jobs_and_no_services_are_a_plan() -> None:
@@ -67,7 +68,7 @@ def test_a_solver_that_finds_only_forbidden_plans_changes_nothing(monkeypatch: p
 
 def test_one_worker_is_enough() -> None:
     problem = load_problem(SCENARIOS / "scale.yaml")
-    assert solve_full(problem, solve(problem), 60, 0, workers=1).objective == SEVEN["scale"]
+    assert solve_full(problem, solve(problem), 60, 0, workers=1).objective == BEST["scale"]
 
 
 def test_the_most_valuable_of_like_jobs_run_and_start_first() -> None:

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +10,7 @@ import yaml
 from allocator import Problem, ProblemError
 from allocator.families import FAMILIES
 from allocator.generate import FEATURES, generate, to_yaml
-
-SCENARIOS = Path(__file__).parents[2] / "allocator" / "scenarios"
+from tests.allocator.scenarios import SCENARIOS
 
 
 def load(problem: Problem) -> float:
