@@ -22,6 +22,7 @@ from tasks.reconcile import lease_key
 from tasks.specfile import SpecError
 from tasks.storage import NotFoundError
 
+STATES = ("inbox", "invalid", "queued", "committed", "starting", "running", "ending", *FINAL_STATES)
 STANDARD_INPUT = Path("-")
 COLUMNS = {
     "job": "job",
@@ -93,9 +94,11 @@ def cancel(site: Site, job: str, as_json: bool) -> None:
 
 
 def jobs(site: Site, states: Sequence[str], limit: int, as_json: bool) -> None:
-    """Every job, the latest first; those still in the inbox before all."""
+    """Every job in one of these states, or in any, the latest first; those still in the inbox before all."""
     from tasks.ledger import rows
 
+    if wrong := [state for state in states if state not in STATES]:
+        raise MistakeError(f"--state: {wrong[0]!r}: expected one of {', '.join(STATES)}")
     found = [_inbox_row(waiting) for waiting in inbox(site)]
     if _has_ledger(site):
         with published(site) as connection:

@@ -52,7 +52,7 @@ def worker(site: Site, node: str) -> int:
     """Serve a node until told to end."""
     from flows.worker import work
 
-    return work(site, node, server.api_url(site))
+    return work(site, node)
 
 
 def hour(site: Site, as_json: bool) -> None:

@@ -33,10 +33,13 @@ class WorkerError(Exception):
     """The worker cannot start; the message is one line for a person."""
 
 
-def work(site: Site, node: str, url: str) -> int:
+def work(site: Site, node: str, url: str | None = None) -> int:
     """Serve the node's queue until told to end; 0 when told (SIGTERM, SIGINT), the child's failure otherwise.
 
-    Raises WorkerError when the cluster has no such node or when a worker of this node runs here already.
+    `url` is the Prefect API's, by default the one that this site's server says or the environment.
+
+    Raises WorkerError when the cluster has no such node or when a worker of this node runs here already, and
+    ServerError when no server is known.
     """
     names = [each.name for each in site.cluster.nodes]
     if node not in names:
@@ -44,7 +47,10 @@ def work(site: Site, node: str, url: str) -> int:
     directory = site.state / "nodes" / node
     directory.mkdir(parents=True, exist_ok=True)
     with _only_one(directory / "worker.lock", node):
-        environment = client_environment(url) | {"SLOTWISE_NODE": node, "SLOTWISE_NODE_DIR": str(directory)}
+        environment = client_environment(url or api_url(site)) | {
+            "SLOTWISE_NODE": node,
+            "SLOTWISE_NODE_DIR": str(directory),
+        }
         command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "gpu", "--type", "process"]
         command += ["--work-queue", node, "--name", f"worker-{node}"]
         told: list[int] = []
@@ -71,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     try:
         site = load_site(options.cluster)
-        return work(site, options.node, api_url(site))
+        return work(site, options.node)
     except (SpecError, ServerError, WorkerError) as error:
         print(error, file=sys.stderr)
         return 2

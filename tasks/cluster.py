@@ -7,6 +7,7 @@ import zoneinfo
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -195,4 +196,16 @@ def load_site(file: str | Path) -> Site:
         content = path.read_bytes()
     except OSError as error:
         raise SpecError(f"{path}: cannot be read: {error.strerror}") from None
-    return Site(path.absolute(), read_spec(Cluster, content, str(path)))
+    return Site(path.absolute(), read_spec(Cluster, content, str(path), partial(_no_directory, path)))
+
+
+def _no_directory(file: Path, cluster: Cluster) -> str | None:
+    """Which path of the file is something else than a directory, in words."""
+    site = Site(file.absolute(), cluster)
+    for field, value, path in (
+        ("storage", cluster.storage, Path(site.storage_root)),
+        ("state", cluster.state, site.state),
+    ):
+        if not S3_URL.fullmatch(value) and path.exists() and not path.is_dir():
+            return f"{field}: {value!r}: {path} is a file; expected a directory, or a name that is free"
+    return None

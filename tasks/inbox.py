@@ -45,6 +45,8 @@ def take_specs(site: Site, known: dict[str, str], now: datetime) -> Received:
         name = key.removeprefix("inbox/")
         try:
             content = storage.read(key)
+            if not content.strip() and not storage.settled(key):
+                continue  # opened by whoever writes it, and not written yet
             try:
                 identity, digest = _take_spec(site, name, content, known, now)
                 known[identity] = digest
@@ -52,7 +54,8 @@ def take_specs(site: Site, known: dict[str, str], now: datetime) -> Received:
             except SpecError as error:
                 _reject(storage, name, content, str(error), now)
                 rejected.append(name)
-            storage.delete(key)
+            if storage.read(key) == content:  # else another file came in its place, for the next time
+                storage.delete(key)
         except NotFoundError:  # whoever left it took it back
             continue
         except Exception as error:  # whatever is wrong with one file, the others go on

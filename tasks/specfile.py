@@ -8,12 +8,12 @@ instant stays the text that was written, for its field to read.
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic_core import ErrorDetails
 
 from training.config import EXPECTED as PLAIN
 
@@ -55,15 +55,6 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _known_keys(cls, data: Any) -> Any:
-        if isinstance(data, Mapping):
-            for key in data:
-                if key not in cls.model_fields:
-                    raise unknown_key(str(key), list(cls.model_fields))
-        return data
-
     @field_validator("*", mode="before")
     @classmethod
     def _no_flags(cls, value: Any, info: ValidationInfo) -> Any:
@@ -71,13 +62,6 @@ class Strict(BaseModel):
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
             raise ValueError("expected a number or a text; put yes, no, on and off in quotes")
         return value
-
-
-def unknown_key(key: str, known: list[str]) -> PydanticCustomError:
-    """The error for a key that is none of `known`."""
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    expected = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
-    return PydanticCustomError("unknown_key", "unknown key; {expected}", {"key": key, "expected": expected})
 
 
 def read_spec(
@@ -91,8 +75,7 @@ def read_spec(
     try:
         found = model.model_validate(data)
     except ValidationError as error:
-        problems = [dict(problem) for problem in error.errors(include_url=False)]
-        raise SpecError("\n".join(dict.fromkeys(_told(name, lines, problems)))) from None
+        raise SpecError("\n".join(_told(model, name, lines, error))) from None
     if problem := check(found):
         raise SpecError(_placed(name, lines, (), problem))
     return found
@@ -109,8 +92,10 @@ def _load(text: str | bytes, name: str) -> tuple[Any, dict[tuple[str, ...], int]
         loader = _Loader(text)
         node = loader.get_single_node()
         data = loader.construct_document(node) if node is not None else None
-    except UnicodeDecodeError:
-        raise SpecError(f"{name}: not a text file (UTF-8 expected)") from None
+    except UnicodeDecodeError as error:
+        at = error.object[: error.start].count(b"\n") + 1
+        torn = error.object[error.start : error.end]
+        raise SpecError(f"{name}:{at}: {torn!r}: not a text file; expected UTF-8") from None
     except (ValueError, TypeError, AttributeError, LookupError) as error:  # such as `!!bool maybe`
         raise SpecError(f"{name}: a value does not fit its tag: {type(error).__name__}: {error}") from None
     except yaml.YAMLError as error:
@@ -122,9 +107,8 @@ def _load(text: str | bytes, name: str) -> tuple[Any, dict[tuple[str, ...], int]
         if loader is not None:
             loader.dispose()
     if node is None or not isinstance(data, dict):
-        raise SpecError(
-            f"{name}: expected keys and values, found {'nothing' if data is None else type(data).__name__}"
-        )
+        at, found = (node.start_mark.line + 1, f"{data!r:.80}") if node is not None else (1, "nothing")
+        raise SpecError(f"{name}:{at}: expected keys and values, found {found}")
     lines: dict[tuple[str, ...], int] = {}
     _note_lines(node, (), lines, name)
     return data, lines
@@ -159,7 +143,8 @@ def _note_lines(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, .
         for key, value in node.value:
             inner, line = (*path, str(key.value)), key.start_mark.line + 1
             if inner in lines:  # YAML takes the last one in silence
-                raise SpecError(_placed(name, {inner: line}, inner, f"given before, in line {lines[inner]}"))
+                said = f"given before, in line {lines[inner]}; expected once"
+                raise SpecError(_placed(name, {inner: line}, inner, said))
             lines[inner] = line
             _note_lines(value, inner, lines, name)
     elif isinstance(node, yaml.SequenceNode):
@@ -167,25 +152,70 @@ def _note_lines(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, .
             _note_lines(value, (*path, str(index)), lines, name)
 
 
-def _told(name: str, lines: dict[tuple[str, ...], int], problems: list[dict[str, Any]]) -> Iterator[str]:
-    """A line for each problem. A list whose items are wrong is not short of items, as pydantic has it."""
+def _told(
+    model: type[BaseModel], name: str, lines: dict[tuple[str, ...], int], error: ValidationError
+) -> list[str]:
+    """A line for each problem, in the file's order."""
+    problems = error.errors(include_url=False)
+    meant = {  # a misspelt key is one mistake, not two
+        (*problem["loc"][:-1], near)
+        for problem in problems
+        if problem["type"] == "extra_forbidden" and (near := _nearest_key(model, problem["loc"]))
+    }
+    told = {}
     for problem in problems:
-        inside = (other["loc"][: len(problem["loc"])] for other in problems if other is not problem)
-        if problem["type"] != "too_short" or problem["loc"] not in inside:
-            yield _problem(name, lines, problem)
+        where = tuple(str(part) for part in problem["loc"])
+        inside = (other["loc"][: len(where)] for other in problems if other is not problem)
+        if problem["type"] == "too_short" and problem["loc"] in inside:
+            continue  # a list whose items are wrong is not short of items, as pydantic has it
+        if problem["type"] == "missing" and problem["loc"] in meant:
+            continue
+        told[_placed(name, lines, where, _said(model, problem))] = lines.get(_nearest(lines, where), 1)
+    return sorted(told, key=lambda line: told[line])
 
 
-def _problem(name: str, lines: dict[tuple[str, ...], int], problem: dict[str, Any]) -> str:
-    where = tuple(str(part) for part in problem["loc"])
-    context = problem.get("ctx", {})
+def _said(model: type[BaseModel], problem: ErrorDetails) -> str:
+    """The value that is wrong, and what was expected."""
     if problem["type"] == "missing":
-        return _placed(name, lines, where, "missing; it is required")
-    if problem["type"] == "unknown_key":
-        return _placed(name, lines, (*where, context["key"]), problem["msg"])
-    known = EXPECTED.get(problem["type"])
-    said = known.format(**context) if known else problem["msg"].removeprefix("Value error, ")
+        return "missing; it is required"
+    if problem["type"] == "extra_forbidden":  # its value is not shown: nobody knows that it is no secret
+        near = _nearest_key(model, problem["loc"])
+        known_keys = ", ".join(_model_at(model, problem["loc"][:-1]).model_fields)
+        return f"unknown key; {f'did you mean {near}?' if near else f'expected one of {known_keys}'}"
     shown = "" if isinstance(problem["input"], dict) else f"{problem['input']!r:.80}: "
-    return _placed(name, lines, where, shown + said)
+    known = EXPECTED.get(problem["type"])
+    said = known.format(**problem.get("ctx", {})) if known else problem["msg"].removeprefix("Value error, ")
+    return shown + said
+
+
+def _nearest_key(model: type[BaseModel], where: tuple[str | int, ...]) -> str | None:
+    """The known key that an unknown one is most like."""
+    near = difflib.get_close_matches(
+        str(where[-1]), list(_model_at(model, where[:-1]).model_fields), n=1, cutoff=0.5
+    )
+    return near[0] if near else None
+
+
+def _model_at(model: type[BaseModel], path: tuple[str | int, ...]) -> type[BaseModel]:
+    """The model that describes what lies at the path: parts that are no field are places in a list."""
+    for part in path:
+        if part in model.model_fields:
+            model = next(_models(model.model_fields[str(part)].annotation), model)
+    return model
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models(inner)
+
+
+def _nearest(lines: dict[tuple[str, ...], int], where: tuple[str, ...]) -> tuple[str, ...]:
+    """Where it is, or would be: a missing key, or a member of a union, has no line of its own."""
+    while where and where not in lines:
+        where = where[:-1]
+    return where
 
 
 def _placed(name: str, lines: dict[tuple[str, ...], int], where: tuple[str, ...], said: str) -> str:
@@ -193,8 +223,5 @@ def _placed(name: str, lines: dict[tuple[str, ...], int], where: tuple[str, ...]
     field = re.match(r"(\w+): ", said)
     if field and (*where, field[1]) in lines:
         where, said = (*where, field[1]), said.removeprefix(field[0])
-    near = where
-    while near and near not in lines:  # a missing key, or a member of a union, has no line of its own
-        near = near[:-1]
     path = ".".join(where)[:200] or "the file"
-    return " ".join(f"{name}:{lines.get(near, 1)}: {path}: {said}".split())
+    return " ".join(f"{name}:{lines.get(_nearest(lines, where), 1)}: {path}: {said}".split())

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
 T = TypeVar("T")
+SETTLING_S = 1.0  # for so long after its last change someone may still be writing a file
 TEMPORARY = ".tmp-"  # prefix of files being written; never listed
 S3_URL = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(?P<prefix>.*))?")
 
@@ -58,6 +59,9 @@ class Storage(Protocol):
 
         Names that are not UTF-8, and what is no object (a pipe, a folder's mark), are not listed.
         """
+
+    def settled(self, key: str) -> bool:
+        """Whether it is whole by all appearance: people copy files into a directory piece by piece."""
 
     def delete(self, key: str) -> None:
         """Remove the object; nothing happens when there is none."""
@@ -169,6 +173,10 @@ class DirectoryStorage:
         with self._errors(prefix):
             folder = _checked_prefix(prefix).rpartition("/")[0]
             return sorted(key for key in self._below(folder) if key.startswith(prefix))
+
+    def settled(self, key: str) -> bool:
+        with self._errors(key, reads=True):
+            return time.time() - self._path(key).stat().st_mtime > SETTLING_S
 
     def delete(self, key: str) -> None:
         with self._errors(key), contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -289,6 +297,9 @@ class S3Storage:
         )
         # A name that ends in / marks a folder: consoles leave such objects.
         return sorted(name.removeprefix(self.prefix) for name in found if not name.endswith("/"))
+
+    def settled(self, key: str) -> bool:
+        return True  # an object is put whole
 
     def delete(self, key: str) -> None:
         self._ask(key, self.client.delete_object, Bucket=self.bucket, Key=self._name(key))

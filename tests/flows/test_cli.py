@@ -178,6 +178,8 @@ def test_help_names_every_command_and_loads_nothing_heavy() -> None:
         (["cancel", "nobody"], "there is no job nobody"),
         (["hour"], "no server runs for "),
         (["worker", "node0"], "no server runs for "),
+        (["worker", "node9"], "there is no node 'node9'; expected one of "),
+        (["jobs", "--state", "stuck"], "--state: 'stuck': expected one of inbox, invalid, queued, "),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(

