@@ -15,9 +15,10 @@ from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
 from allocator.picture import grid
 from tasks import ledger
-from tasks.allocate import Planned
+from tasks.allocate import BASELINES, Planned
 from tasks.cluster import Site
 from tasks.collect import ledger_directory
+from tasks.commit import committed_slots
 from tasks.forecast import LEVELS, Forecast
 from tasks.hour import Hour
 from tasks.record import Closed
@@ -25,8 +26,38 @@ from tasks.record import Closed
 
 def show_plan(site: Site, planned: Planned) -> None:
     """`plan`: the grid and a table. `unplaced`: the jobs left out, with reasons."""
+    with _at_most_a_warning():
+        create_markdown_artifact(
+            plan_text(site, planned), key="plan", description="The committed slots, and the day as advised"
+        )
+    with _at_most_a_warning():
+        create_table_artifact(
+            unplaced_rows(site, planned), key="unplaced", description="Jobs the plan leaves out, and why"
+        )
+
+
+def show_forecast(site: Site, hour: Hour, made: dict[str, Forecast]) -> None:
+    """`forecast`: the coming slots, and the last ones' forecast beside what came."""
+    with _at_most_a_warning():
+        create_markdown_artifact(
+            forecast_text(site, hour, made), key="forecast", description="Forecast against what came"
+        )
+
+
+def show_outcome(site: Site, closed: Closed) -> None:
+    """`outcome`: the account of the slot that has passed, beside what the baselines planned for it."""
+    with _at_most_a_warning():
+        create_markdown_artifact(
+            outcome_text(site, closed),
+            key="outcome",
+            description="Outcome against FIFO, backfill and greedy",
+        )
+
+
+def plan_text(site: Site, planned: Planned) -> str:
+    """The plan's figures beside the baselines', its grid, and its starts as a table; Markdown."""
     plan, hour = planned.plan, planned.hour
-    committed = -((hour.begin - hour.until) // planned.slot)
+    committed = committed_slots(planned)
     rows = [
         {
             "job": place.job,
@@ -41,30 +72,31 @@ def show_plan(site: Site, planned: Planned) -> None:
     baselines = " · ".join(
         f"{name} {found.value:g} ({found.utilization:.0%})" for name, found in planned.baselines.items()
     )
-    text = (
+    return (
         f"# Plan of {_local(site, hour.instant)} ({hour.trigger}, {plan.mode})\n\n"
         f"value **{plan.value:g}**, utilization **{plan.utilization:.0%}**, objective {plan.objective:g}, "
         f"solved in {plan.solve_ms:.1f} ms" + (f"; against {baselines}" if baselines else "") + "\n\n"
         f"```\n{_grid(planned, committed)}\n```\n\n" + _table(rows)
     )
-    with _at_most_a_warning():
-        create_markdown_artifact(text, key="plan", description="The committed slots, and the day as advised")
-    left_out = [
+
+
+def unplaced_rows(site: Site, planned: Planned) -> list[dict[str, Any]]:
+    """The jobs that the plan leaves out: why, and the earliest start that each could get."""
+    begin, slot = planned.hour.begin, planned.slot
+    return [
         {
             "job": job.job,
             "reason": job.reason,
             "earliest start": ""
             if job.earliest_start is None
-            else _local(site, hour.begin + job.earliest_start * planned.slot),
+            else _local(site, begin + job.earliest_start * slot),
         }
-        for job in plan.unplaced
+        for job in planned.plan.unplaced
     ]
-    with _at_most_a_warning():
-        create_table_artifact(left_out, key="unplaced", description="Jobs the plan leaves out, and why")
 
 
-def show_forecast(site: Site, hour: Hour, made: dict[str, Forecast]) -> None:
-    """`forecast`: the coming slots, and the last ones' forecast beside what came."""
+def forecast_text(site: Site, hour: Hour, made: dict[str, Forecast]) -> str:
+    """What each service is expected to want, and how the last forecasts did; Markdown."""
     low, middle, high = 0, LEVELS.index(0.45), len(LEVELS) - 1
     coming = [
         {
@@ -85,39 +117,39 @@ def show_forecast(site: Site, hour: Hour, made: dict[str, Forecast]) -> None:
         )
     came = [{**row, "ts": _local(site, row["ts"])} for row in past]
     reasons = "\n".join(f"- {name}: {found.method} ({found.reason})" for name, found in made.items())
-    text = (
+    return (
         f"# GPUs that services will want, from {_local(site, hour.begin)}\n\n{reasons}\n\n"
         f"{_table(coming)}\n\n## What was expected for the next slot, and what came\n\n{_table(came)}"
     )
-    with _at_most_a_warning():
-        create_markdown_artifact(text, key="forecast", description="Forecast against what came")
 
 
-def show_outcome(site: Site, closed: Closed) -> None:
-    """`outcome`: the account of the slot that has passed, beside FIFO's and backfill's plans."""
+def outcome_text(site: Site, closed: Closed) -> str:
+    """What a passed slot brought, beside what each policy had planned for it; Markdown."""
     figures = closed.figures
+    names = {"planned": "slotwise, planned"} | {name: f"{name}, same inputs" for name in BASELINES}
     rows = [
         {
-            "": "slotwise, planned",
-            "value": figures["planned_value"],
-            "utilization": figures["planned_utilization"],
-        },
-        {"": "fifo, same inputs", "value": figures["fifo_value"], "utilization": figures["fifo_utilization"]},
-        {
-            "": "backfill, same inputs",
-            "value": figures["backfill_value"],
-            "utilization": figures["backfill_utilization"],
-        },
-        {"": "happened in this slot", "value": figures["value"], "utilization": figures["utilization"]},
+            "": shown,
+            "worth of the work in this slot": figures[f"{name}_slot_value"],
+            "utilization in this slot": figures[f"{name}_slot_utilization"],
+            "value of the whole plan": figures[f"{name}_value"],
+        }
+        for name, shown in names.items()
     ]
-    text = (
-        f"# Slot {_local(site, closed.instant)}\n\n{_table(rows)}\n\n{figures['completed']} jobs completed, "
-        f"{figures['failed']} attempts ended otherwise, "
+    rows.append(
+        {
+            "": "what happened",
+            "worth of the work in this slot": figures["worked_value"],
+            "utilization in this slot": figures["utilization"],
+            "value of the whole plan": None,
+        }
+    )
+    return (
+        f"# Slot {_local(site, closed.instant)}\n\n{_table(rows)}\n\n{figures['completed']} jobs completed "
+        f"and earned {figures['value']:g}, {figures['failed']} attempts ended otherwise, "
         f"real-time shortage {figures['shortage_gpu_s']:.0f} of "
         f"{figures['demand_gpu_s']:.0f} GPU-seconds wanted"
     )
-    with _at_most_a_warning():
-        create_markdown_artifact(text, key="outcome", description="Outcome against FIFO and backfill")
 
 
 def _grid(planned: Planned, committed: int) -> str:

@@ -52,7 +52,8 @@ QUERIES = (
     "SELECT kind, count(*) AS runs, round(avg(mfu), 3) AS mfu, round(sum(gpu_seconds)) AS gpu_s, "
     "round(sum(cost), 3) AS cost FROM runs GROUP BY kind ORDER BY kind",
     "SELECT instant, round(planned_value, 2) AS slotwise, round(fifo_value, 2) AS fifo, "
-    "round(backfill_value, 2) AS backfill, placed, round(solve_ms, 1) AS ms FROM hours ORDER BY instant",
+    "round(backfill_value, 2) AS backfill, round(greedy_value, 2) AS greedy, placed, "
+    "round(solve_ms, 1) AS ms FROM hours ORDER BY instant",
 )
 
 
@@ -219,14 +220,14 @@ def report(site: Site, console: Console) -> int:
     hours = query(
         site,
         "SELECT instant, value AS planned_value, fifo_value, backfill_value, greedy_value, "
-        "utilization AS planned_utilization, fifo_utilization, backfill_utilization "
+        "utilization AS planned_utilization, fifo_utilization, backfill_utilization, greedy_utilization "
         "FROM plans WHERE trigger = 'hourly' ORDER BY instant",
     )
     hours = [
         {
             "plan": f"{row['instant']:%H:%M}",
             **{name: row[f"{key}_value"] for name, key in POLICIES.items()},
-            **{f"{name} util.": row[f"{key}_utilization"] for name, key in list(POLICIES.items())[:3]},
+            **{f"{name} util.": row[f"{key}_utilization"] for name, key in POLICIES.items()},
         }
         for row in hours
     ]

@@ -6,6 +6,7 @@ It imports nothing of planning or the ledger: its start is part of every job's t
 import contextlib
 import os
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,25 @@ def _show(order: Order, outcome: Outcome) -> None:
         "state": outcome.state,
         "error": outcome.error or "",
         **{name: value for name, value in (outcome.metrics or {}).items() if not isinstance(value, dict)},
-        "outputs": f"{order.storage.root}/outputs/{order.job}/",
-        "log": f"{order.storage.root}/logs/{order.job}/{order.attempt}-{order.rank}.log",
+        "outputs": _link(order.storage.root, f"outputs/{order.job}/"),
+        "log": _link(order.storage.root, f"logs/{order.job}/{order.attempt}-{order.rank}.log"),
     }
     rows: list[dict[str, Any]] = [{"figure": name, "value": value} for name, value in shown.items()]
-    key = re.sub(r"[^a-z0-9]+", "-", f"run-{order.job}".lower()).strip("-")
-    create_table_artifact(rows, key=key, description=f"{order.job}, attempt {order.attempt}")
+    create_table_artifact(
+        rows, key=artifact_key(order.job), description=f"{order.job}, attempt {order.attempt}"
+    )
+
+
+def artifact_key(job: str) -> str:
+    """The key of a job's artifact: its id as far as keys allow, and a mark where that is not the whole id."""
+    plain = re.sub(r"[^a-z0-9]+", "-", job.lower()).strip("-")
+    return f"run-{plain}" if plain == job else f"run-{plain}-{zlib.crc32(job.encode()):08x}"
+
+
+def _link(root: str, key: str) -> str:
+    """A Markdown link to an object of the storage."""
+    url = f"{root}/{key}" if "://" in root else (Path(root) / key).as_uri()
+    return f"[{key}]({url})"
 
 
 def _cancelled() -> bool:

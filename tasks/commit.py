@@ -6,6 +6,7 @@ rest of the horizon included, is recorded beside it as advice.
 
 from dataclasses import dataclass
 from datetime import datetime
+from statistics import fmean
 from typing import Any
 
 from allocator import Placement, Plan, Problem
@@ -98,8 +99,35 @@ def plan_fact(planned: Planned) -> dict[str, Any]:
             name: {"value": b.value, "utilization": b.utilization, "objective": b.objective}
             for name, b in planned.baselines.items()
         },
+        "slot": {
+            name: slot_figures(problem, made, committed_slots(planned))
+            for name, made in {"planned": plan, **planned.baselines}.items()
+        },
         "warnings": list(plan.warnings),
     }
+
+
+def committed_slots(planned: Planned) -> int:
+    """How many slots of the problem begin before the next plan."""
+    return min(-((planned.hour.begin - planned.hour.until) // planned.slot), planned.problem.slots)
+
+
+def slot_figures(problem: Problem, plan: Plan, slots: int) -> dict[str, float]:
+    """What a plan has in its first slots: `value`, each job's in proportion to its time there; `utilization`.
+
+    The one is worth done, not yet earned; the other (job GPU-slots + expected demand served) / all GPU-slots.
+    """
+    jobs = problem.job_by_id
+    value = used = 0.0
+    for place in plan.placements:
+        inside = max(min(place.end, slots) - max(place.start, 0), 0)
+        value += jobs[place.job].full_value * inside / place.slots
+        used += len(place.gpus) * inside
+    shortage = {row.service: row.shortage for row in plan.realtime}
+    for service in problem.services:
+        missing = shortage[service.service]
+        used += sum(fmean(service.wanted(slot)) - missing[slot] for slot in range(slots))
+    return {"value": value, "utilization": used / (problem.total_gpus * slots)}
 
 
 def _solved_key(instant: datetime) -> str:

@@ -15,6 +15,8 @@ from tasks.instants import parse
 
 Rows = dict[str, list[dict[str, Any]]]
 Payload = dict[str, Any]
+FIGURES = ("value", "utilization", "slot_value", "slot_utilization")  # of the whole plan, and until the next
+POLICIES = {"planned": "", "fifo": "fifo_", "backfill": "backfill_", "greedy": "greedy_"}  # in a plan's row
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,11 @@ def _plan(_: str, fact: Payload) -> Rows:
             f"{baseline}_{figure}": _maybe(fact["baselines"].get(baseline, {}).get(figure))
             for baseline in ("fifo", "backfill", "greedy")
             for figure in ("value", "utilization", "objective")
+        },
+        **{
+            f"{prefix}slot_{figure}": _maybe(fact.get("slot", {}).get(policy, {}).get(figure))
+            for policy, prefix in POLICIES.items()
+            for figure in ("value", "utilization")
         },
     }
     placed = [
@@ -216,12 +223,8 @@ def _slot(_: str, fact: Payload) -> Rows:
         **{
             name: _maybe(fact.get(name))
             for name in (
-                "planned_value",
-                "planned_utilization",
-                "fifo_value",
-                "fifo_utilization",
-                "backfill_value",
-                "backfill_utilization",
+                "worked_value",
+                *(f"{policy}_{figure}" for policy in POLICIES for figure in FIGURES),
             )
         },
         **_at(fact),

@@ -16,6 +16,7 @@ from tasks.collect import ledger_directory
 from tasks.facts import fact_key, write_fact
 from tasks.hour import record_missed
 from tasks.instants import floor, text
+from tasks.projections import FIGURES, POLICIES
 
 GAP_KEPT = timedelta(days=2)  # older days take in no more facts
 
@@ -53,9 +54,11 @@ def record(site: Site, now: datetime) -> list[Closed]:
         body = {
             "instant": text(plan["instant"]),
             "until": text(until),
-            "planned_value": plan["value"],
-            "planned_utilization": plan["utilization"],
-            **{f"{b}_{f}": plan[f"{b}_{f}"] for b in ("fifo", "backfill") for f in ("value", "utilization")},
+            **{
+                f"{name}_{figure}": plan[prefix + figure]
+                for name, prefix in POLICIES.items()
+                for figure in FIGURES
+            },
             **happened,
         }
         write_fact(site.storage, fact_key("slot", plan["instant"], text(plan["instant"])), now, body)
@@ -105,6 +108,13 @@ def _happened(connection: Any, site: Site, begin: datetime, end: datetime) -> di
         "SELECT job, state FROM attempts WHERE ended = ranks AND ended_at >= ? AND ended_at < ?",
         [begin, end],
     )
+    worked = ledger.rows(
+        connection,
+        "SELECT a.job, s.value, a.started_at, coalesce(a.ended_at, a.end_at) AS ends "
+        "FROM attempts a JOIN specs s USING (job) WHERE a.started_at < $2 AND "
+        "coalesce(a.ended_at, $2) > $1 AND a.state IN ('running', 'ending', 'completed')",
+        [begin, end],
+    )
     earned = ledger.rows(
         connection, "SELECT sum(earned) AS value FROM jobs WHERE ended_at >= ? AND ended_at < ?", [begin, end]
     )
@@ -121,6 +131,12 @@ def _happened(connection: Any, site: Site, begin: datetime, end: datetime) -> di
         "demand_gpu_s": wanted,
         "shortage_gpu_s": wanted - served,
         "value": earned[0]["value"] or 0.0,
+        "worked_value": sum(
+            row["value"]
+            * _overlap(row["started_at"], row["ends"], begin, end)
+            / max((row["ends"] - row["started_at"]).total_seconds(), 1.0)
+            for row in worked
+        ),
         "completed": states.count("completed"),
         "failed": len(states) - states.count("completed"),
     }
