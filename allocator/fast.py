@@ -30,6 +30,7 @@ from allocator.packing import FIRST
 from allocator.problem import Problem, Service
 from allocator.realtime import Held, choose_counts, hold
 from allocator.schedule import Schedule, serve
+from allocator.stands import stands
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -56,13 +57,13 @@ def plan_fast(problem: Problem, seed: int, iterations: int | None, time_limit: f
     layout = Layout(problem)
     tasks = build_tasks(layout)
     held = serve(layout, baselines.follow_demand)
-    best, won, most = _pack(layout, tasks, held, _affordable(layout, tasks), until)
+    best = Schedule(layout, tasks, held)
+    best.packing.fill(baselines.by_priority(layout, tasks), FIRST)  # this is greedy
+    best, won, most = _pack(best, held, _affordable(layout, tasks), until)
     price = marginal_price(tasks, layout.free.bit_count() - sum([sum(service.counts) for service in held]))
     may_pay = price > 0 and _may_pay(held, price)
     if best.objective < most - _DUST or may_pay or any(service.shortage for service in held):
-        best, won, prefer = _try_elsewhere(best, won, until)
-        if may_pay:
-            best = _try_leaner(best, price, won, prefer, until)
+        best = _try_stands(best, won, price, until)
         steps = _default_steps(layout, tasks) if iterations is None else iterations
         best = improve(best, steps, Random(seed), until, adaptive=iterations is None)
         best = _meet_shortage(best)
@@ -79,54 +80,61 @@ def _affordable(layout: Layout, tasks: list[Task]) -> Sequence[Recipe]:
     return LARGE_RECIPES[: max(2, _LARGE_WORK // (count * cells))]
 
 
-def _try_elsewhere(
-    best: Schedule, won: Recipe, until: float | None
-) -> tuple[Schedule, Recipe, Sequence[int]]:
-    """Services on other GPUs, where that leaves more room for jobs; with the recipe and what they prefer."""
-    layout, tasks = best.layout, best.tasks
-    prefer: Sequence[int] = ()
-    if layout.gpus * layout.rows >= LARGE or not any(held.cells for held in best.held):
-        return best, won, prefer
-    for other in _preferences(layout):
-        held = serve(layout, baselines.follow_demand, other)
-        if [service.rows for service in held] == [service.rows for service in best.held]:
-            continue
-        packed, recipe, _ = _pack(layout, tasks, held, (won, *RECIPES[:3]), until)
-        if packed.objective > best.objective + _DUST:
-            best, won, prefer = packed, recipe, other
-    return best, won, prefer
+def _pack(
+    best: Schedule, held: list[Held], recipes: Sequence[Recipe], until: float | None
+) -> tuple[Schedule, Recipe, float]:
+    """The best of a schedule and of the packings of some recipes around what services hold.
 
-
-def _preferences(layout: Layout) -> list[list[int]]:
-    """Where services could stand but on the highest GPUs, as row masks in the order of preference.
-
-    On nodes that holes and running jobs have broken already, so that whole nodes remain for wide jobs; on
-    the GPUs of one type, which jobs may not want; on the lowest nodes.
+    Returns:
+        the schedule, the recipe that made it (or the first of all), and an objective that no packing exceeds
+        with these levels.
     """
-    nodes = layout.problem.nodes
-    masks = [
-        ((1 << node.gpus) - 1) << first for first, node in zip(layout.problem.first_gpu, nodes, strict=True)
-    ]
-    lost = [(mask * layout.repeat(layout.horizon) & ~layout.free).bit_count() for mask in masks]
-    by_loss = sorted(zip(lost, masks, strict=True), reverse=True)
-    found = [[mask for cells, mask in by_loss if cells]] if any(lost) else []
-    types = {node.gpu for node in nodes}
-    if len(types) > 1:
-        for gpu in sorted(types, key=str):
-            found.append([mask for mask, node in zip(masks, nodes, strict=True) if node.gpu == gpu][::-1])
-    return [*found, masks]
+    layout, tasks, won = best.layout, best.tasks, recipes[0]
+    fresh = Schedule(layout, tasks, held)
+    shortage = sum([service.cost for service in held])
+    capacity = (fresh.packing.free & ((1 << (layout.gpus * layout.horizon)) - 1)).bit_count()
+    most = ceiling(layout, tasks, capacity) - shortage
+    for recipe in recipes:
+        if best.objective >= most - _DUST or (until is not None and perf_counter() > until):
+            break
+        if recipe.late and layout.problem.open_end:
+            continue  # what ends after the horizon is worth less
+        fresh = Schedule(layout, tasks, held)
+        fresh.packing.fill(
+            arrange(tasks, capacity, recipe), recipe.side, late=recipe.late, column=recipe.column
+        )
+        if fresh.objective > best.objective:
+            best, won = fresh, recipe
+    return best, won, most
 
 
-def _try_leaner(
-    best: Schedule, price: float, won: Recipe, prefer: Sequence[int], until: float | None
-) -> Schedule:
-    """Levels of services at the price of the work that they displace, where that is worth more."""
-    layout, tasks = best.layout, best.tasks
-    leaner = serve(layout, partial(_at_price, price), prefer)
-    if [held.counts for held in leaner] == [held.counts for held in best.held]:
+def _try_stands(best: Schedule, won: Recipe, price: float, until: float | None) -> Schedule:
+    """Services elsewhere, or fewer of them, where that leaves more room for jobs."""
+    layout, held = best.layout, best.held
+    if layout.gpus * layout.rows >= LARGE or not any(service.cells for service in held):
         return best
-    other, _, _ = _pack(layout, tasks, leaner, (won, *RECIPES[:2]), until)
-    return other if other.objective > best.objective + _DUST else best
+    least = sum([service.cost for service in held])
+    recipes = list(dict.fromkeys((won, *RECIPES[:2])))
+    seen = {_rows(held)}
+    for stand in stands(layout, best.tasks, held):
+        if until is not None and perf_counter() > until:
+            break
+        clear = stand.clear * layout.repeat(layout.horizon)
+        held = serve(layout, partial(_at_price, stand.prices * price), stand.prefer, clear)
+        rows = _rows(held)
+        if rows in seen or not all(service.allowed for service in held):
+            continue
+        seen.add(rows)
+        packed, _, _ = _pack(Schedule(layout, best.tasks, held), held, recipes, until)
+        if packed.packing.gain - least > best.objective + _DUST:
+            packed = _meet_shortage(packed)
+            if packed.objective > best.objective + _DUST:
+                best = packed
+    return best
+
+
+def _rows(held: list[Held]) -> tuple[tuple[int, ...], ...]:
+    return tuple([tuple(service.rows) for service in held])
 
 
 def _may_pay(held: list[Held], price: float) -> bool:
@@ -150,33 +158,6 @@ def marginal_price(tasks: list[Task], capacity: int) -> float:
 
 def _at_price(price: float, service: Service) -> Chooser:
     return partial(choose_counts, service, price)
-
-
-def _pack(
-    layout: Layout, tasks: list[Task], held: list[Held], recipes: Sequence[Recipe], until: float | None
-) -> tuple[Schedule, Recipe, float]:
-    """The best packing of some recipes and of the order by priority.
-
-    Returns:
-        the schedule, the recipe that made it (the first of all when it was the priority), and an objective
-        that no packing exceeds with these levels.
-    """
-    best, won = Schedule(layout, tasks, held), recipes[0]
-    capacity = (best.packing.free & ((1 << (layout.gpus * layout.horizon)) - 1)).bit_count()
-    most = ceiling(tasks, capacity)
-    shortage = sum([service.cost for service in held])
-    best.packing.fill(baselines.by_priority(layout, tasks), FIRST)
-    for recipe in recipes:
-        if best.packing.gain >= most - _DUST or (until is not None and perf_counter() > until):
-            break
-        if recipe.late and layout.problem.open_end:
-            continue  # what ends after the horizon is worth less
-        fresh = Schedule(layout, tasks, held)
-        order = arrange(tasks, capacity, recipe)
-        fresh.packing.fill(order, recipe.side, late=recipe.late, column=recipe.column)
-        if fresh.packing.gain > best.packing.gain:
-            best, won = fresh, recipe
-    return best, won, most - shortage
 
 
 def _default_steps(layout: Layout, tasks: list[Task]) -> int:
@@ -212,7 +193,10 @@ def _not_below_baselines(schedule: Schedule) -> Schedule:
     else:
         held = serve(layout, baselines.hold_peak)
         room = layout.free.bit_count() - sum([sum(service.counts) for service in held])
-        if ceiling(tasks, room) - sum([service.cost for service in held]) <= schedule.objective + _DUST:
+        if (
+            ceiling(layout, tasks, room) - sum([service.cost for service in held])
+            <= schedule.objective + _DUST
+        ):
             return schedule
         policies = (baselines.fifo, baselines.backfill)
     for policy in policies:

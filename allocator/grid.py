@@ -149,6 +149,7 @@ class Layout:
         self._positions: dict[tuple[int, tuple[str, ...], str | None], tuple[int, int]] = {}
         self._options: dict[tuple[object, ...], list[Option]] = {}
         self._widest: dict[tuple[str, ...], int] = {}
+        self.rules: object = None  # what ``quota`` keeps for the problem
         self.out = 0
         for hole in problem.unavailable:
             self.out |= self.cells(hole.gpus, hole.start, hole.end)

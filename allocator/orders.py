@@ -10,7 +10,7 @@ best packing kept. What they reach together was measured on random problems of s
 
 from __future__ import annotations
 
-from allocator.grid import Task
+from allocator.grid import Layout, Task
 from allocator.packing import HIGH, LOW
 
 TYPE_CHECKING = False
@@ -125,12 +125,34 @@ def arrange(tasks: Sequence[Task], capacity: int, recipe: Recipe) -> list[Task]:
     return chosen + rest
 
 
-def ceiling(tasks: Sequence[Task], capacity: int) -> float:
-    """More than so many cells can earn: the densest jobs, the last of them cut to what is left."""
-    most = 0.0
+def ceiling(layout: Layout, tasks: Sequence[Task], capacity: int) -> float:
+    """More than so many cells can earn.
+
+    The densest jobs fill them, the last of them cut to what is left. And of jobs that take more than half of
+    the largest node, each node runs one at a time: the dearest per slot fill the slots up to the last end.
+    """
+    most = wide = 0.0
+    rest = capacity
+    half, room = layout.widest(()) / 2, 0
+    broad: list[tuple[float, int, float]] = []
     for task in sorted(tasks, key=_dense_large):
         most += task.move_cost
-        if capacity > 0:
-            most += task.worth if task.cells <= capacity else task.density * capacity
-            capacity -= task.cells
+        if rest > 0:
+            most += task.worth if task.cells <= rest else task.density * rest
+            rest -= task.cells
+        if task.gpus > half and len(task.options) == 1 and not task.options[0].gang:
+            slots = min(task.slots, layout.horizon)
+            broad.append((task.worth / slots, slots, task.worth))
+            room = max(room, min(task.last + slots, layout.horizon))
+        else:
+            wide += task.worth
+        wide += task.move_cost
+    if len(broad) > 1:
+        room *= len(layout.problem.nodes)
+        for worth, slots, whole in sorted(broad, reverse=True):
+            if room <= 0:
+                break
+            wide += whole if slots <= room else worth * room
+            room -= slots
+        most = min(most, wide)
     return most

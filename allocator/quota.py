@@ -27,60 +27,25 @@ class Quota:
     """
 
     def __init__(self, layout: Layout, service_cells: int) -> None:
-        problem = layout.problem
+        start = layout.rules
+        if start is None:
+            start = layout.rules = _Start(layout)
+        assert isinstance(start, _Start)
         self.layout = layout
-        self.stride = stride = max(layout.gpus, 8)  # of a field: a tiny cluster's rows hold no counts
-        self.ones = sum([1 << (slot * stride) for slot in range(layout.rows)])
-        self.top = stride - 1
-        self.tops = self.ones << self.top
-        # Rooms are kept shifted up, so that less than none does not borrow from the next slot.
-        self.zero = 2 * layout.gpus
-        self.borrow = {tenant.name: tenant.borrow_slots for tenant in problem.tenants}
-        self.left: dict[str | None, int] = {}
-        if problem.tenants:
-            shared = problem.total_gpus - sum([tenant.gpus for tenant in problem.tenants])
-            self.left[None] = (shared + self.zero) * self.ones
-            for tenant in problem.tenants:
-                self.left[tenant.name] = (tenant.gpus + self.zero) * self.ones
-        self.kept: list[dict[str, int]] = [{} for _ in range(layout.rows)]  # reserved and not yet used
-        for reservation in problem.reservations:
-            for slot in range(max(reservation.start, 0), min(reservation.end, layout.rows)):
-                row = self.kept[slot]
-                row[reservation.tenant] = row.get(reservation.tenant, 0) + reservation.gpus
-        self.owners = {reservation.tenant for reservation in problem.reservations}
-        for job in problem.jobs:
-            if job.running is not None:
-                first, last = problem.running_window(job)
-                gpus, slots = len(job.running.gpus), problem.running_slots(job)
-                name = self._share(job.tenant, slots)
-                last = min(last, layout.rows)
-                if name != "" and first < last:
-                    # A guarantee never refuses running work, so there may be less than none left.
-                    self.left[name] -= gpus * self._window(first, last)
-                if job.tenant in self.owners:
-                    for slot in range(first, last):
-                        if job.tenant in self.kept[slot]:
-                            self.kept[slot][job.tenant] -= gpus
-        self.room: dict[str | None, int] = {}  # by tenant, None for all that have no reservation
+        self.stride, self.top, self.zero = start.stride, start.stride - 1, start.zero
+        self.ones, self.tops = start.ones, start.ones << self.top
+        self.borrow, self.owners, self.reserved = start.borrow, start.owners, start.reserved
+        self.left = start.left.copy()
+        self.room = start.room.copy()
+        self.kept: list[dict[str, int]] = []
         if self.owners:
-            taken = (layout.all & ~layout.free) | service_cells
-            for owner in (None, *sorted(self.owners)):
-                room = 0
-                for slot, kept in enumerate(self.kept):
-                    busy = (taken >> (slot * layout.gpus)) & layout.row
-                    others = sum([max(0, gpus) for name, gpus in kept.items() if name != owner])
-                    spare = layout.gpus - busy.bit_count() - others if others else layout.gpus
-                    room |= (max(spare, -layout.gpus) + self.zero) << (slot * stride)
-                self.room[owner] = room
-
-    def _share(self, tenant: str | None, slots: int) -> str | None:
-        """The share a job counts against: a tenant's, None for the common one, '' for none."""
-        if not self.left:
-            return ""
-        borrow = self.borrow.get(tenant or "")
-        if borrow is None:
-            return None
-        return tenant if slots > borrow else ""
+            self.kept = [row.copy() for row in start.kept]
+            busy = 0
+            for slot in range(layout.horizon if service_cells else 0):
+                cells = (service_cells >> (slot * layout.gpus)) & layout.row
+                busy |= cells.bit_count() << (slot * self.stride)
+            for owner, others in start.others.items():
+                self.room[owner] -= busy & others
 
     def _window(self, first: int, last: int) -> int:
         """A one in the field of each slot from first to last."""
@@ -92,7 +57,7 @@ class Quota:
         cells = -1
         enough = ((1 << self.top) - self.zero - gpus) * self.ones
         if self.left:
-            name = self._share(tenant, slots)
+            name = share_of(self.left, self.borrow, tenant, slots)
             if name != "":
                 cells = self._cells((self.left[name] + enough) & self.tops)
         if self.room:
@@ -119,14 +84,11 @@ class Quota:
         tenant = task.job.tenant
         window = self._window(start, start + slots)
         if self.left:
-            name = self._share(tenant, slots)
+            name = share_of(self.left, self.borrow, tenant, slots)
             if name != "":
                 self.left[name] -= gpus * window
         if self.room:
-            reserved = 0
-            for slot in range(start, start + slots):
-                if self.kept[slot]:
-                    reserved |= 1 << (slot * self.stride)
+            reserved = window & self.reserved
             if not reserved:
                 return
             for owner in self.room:
@@ -155,6 +117,78 @@ class Quota:
         self.left, self.room, kept = saved
         if self.room:
             self.kept = kept
+
+
+class _Start:
+    """What follows from the problem alone: the room before services and new jobs.
+
+    Attributes:
+        left: by tenant, None for the common share: what running jobs leave of it, a field for each slot.
+        kept: of each slot, what is reserved and not yet used.
+        room: by tenant with a reservation, None for all others: free GPUs not held for anybody else, where
+            any are held (the fields that ``others`` is set in).
+        reserved: a one in the field of each slot in which anything is reserved.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        problem, gpus, rows = layout.problem, layout.gpus, layout.rows
+        self.stride = stride = max(gpus, 8)  # of a field: a tiny cluster's rows hold no counts
+        self.ones = sum([1 << (slot * stride) for slot in range(rows)])
+        # Rooms are kept shifted up, so that less than none does not borrow from the next slot.
+        self.zero = 2 * gpus
+        self.borrow = {tenant.name: tenant.borrow_slots for tenant in problem.tenants}
+        self.left: dict[str | None, int] = {}
+        if problem.tenants:
+            shared = problem.total_gpus - sum([tenant.gpus for tenant in problem.tenants])
+            self.left[None] = (shared + self.zero) * self.ones
+            for tenant in problem.tenants:
+                self.left[tenant.name] = (tenant.gpus + self.zero) * self.ones
+        self.kept: list[dict[str, int]] = [{} for _ in range(rows)]
+        for reservation in problem.reservations:
+            for slot in range(max(reservation.start, 0), min(reservation.end, rows)):
+                row = self.kept[slot]
+                row[reservation.tenant] = row.get(reservation.tenant, 0) + reservation.gpus
+        self.owners = {reservation.tenant for reservation in problem.reservations}
+        self.reserved = sum([1 << (slot * stride) for slot, row in enumerate(self.kept) if row])
+        for job in problem.jobs:
+            if job.running is not None:
+                first, last = problem.running_window(job)
+                width, slots = len(job.running.gpus), problem.running_slots(job)
+                last = min(last, rows)
+                name = share_of(self.left, self.borrow, job.tenant, slots)
+                if name != "" and first < last:
+                    # A guarantee never refuses running work, so there may be less than none left.
+                    window = (self.ones & ((1 << ((last - first) * stride)) - 1)) << (first * stride)
+                    self.left[name] -= width * window
+                if job.tenant in self.owners:
+                    for slot in range(first, last):
+                        if job.tenant in self.kept[slot]:
+                            self.kept[slot][job.tenant] -= width
+        self.room: dict[str | None, int] = {}
+        self.others: dict[str | None, int] = {}
+        taken = layout.all & ~layout.free
+        for owner in (None, *sorted(self.owners)) if self.owners else ():
+            room = fields = 0
+            for slot, kept in enumerate(self.kept):
+                held = min(gpus, sum([max(0, n) for name, n in kept.items() if name != owner]))
+                spare = gpus
+                if held:
+                    spare -= ((taken >> (slot * gpus)) & layout.row).bit_count() + held
+                    fields |= ((1 << stride) - 1) << (slot * stride)
+                room |= (spare + self.zero) << (slot * stride)
+            self.room[owner], self.others[owner] = room, fields
+
+
+def share_of(
+    left: dict[str | None, int], borrow: dict[str, int], tenant: str | None, slots: int
+) -> str | None:
+    """The share a job counts against: a tenant's, None for the common one, '' for none."""
+    if not left:
+        return ""
+    most = borrow.get(tenant or "")
+    if most is None:
+        return None
+    return tenant if slots > most else ""
 
 
 def has_quota(problem: Problem) -> bool:

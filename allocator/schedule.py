@@ -80,19 +80,21 @@ class Schedule:
         return tuple([rows[service.service] for service in self.layout.problem.services])
 
 
-def serve(layout: Layout, chooser: Callable[[Service], Chooser], prefer: Sequence[int] = ()) -> list[Held]:
+def serve(
+    layout: Layout, chooser: Callable[[Service], Chooser], prefer: Sequence[int] = (), clear: int = 0
+) -> list[Held]:
     """Give every service its GPUs, the dearest to leave short first; ``chooser`` says how many for each.
 
-    ``prefer`` are sets of GPUs (row masks) that services take first.
+    ``prefer`` are sets of GPUs (row masks) that services take first, ``clear`` cells that they are kept off.
 
     What a service holds now and would keep is out of reach of those that come before it.
     """
-    services = layout.problem.services
+    services, free = layout.problem.services, layout.free & ~clear
     if len(services) == 1:
-        return [hold_counts(layout, layout.free, services[0], chooser(services[0]), 0, prefer)]
+        return [hold_counts(layout, free, services[0], chooser(services[0]), 0, prefer)]
     ranked = sorted(services, key=lambda service: -service.penalty)
     kept: dict[str, int] = {}
-    free, held = layout.free, []
+    held = []
     for service in sorted(ranked, key=lambda service: isinstance(service.current, int)):
         kept[service.service] = kept_cells(layout, free & ~sum(kept.values()), service, chooser(service))
     for service in ranked:
