@@ -1,15 +1,14 @@
 """Fast mode: the best plan that a few milliseconds can find.
 
 Services first follow their demand. Jobs are then packed by several recipes (see ``orders``) and the best
-packing is kept. Then services are tried on other GPUs, because where they stand decides which nodes stay
-whole, and, where real-time GPUs cost more than the batch work they displace would earn, at levels chosen at
-the price of that work. What is left of the budget goes into local search. In the end shortage is met with
-GPUs that stayed idle, and every job is moved as early as it can go, the most valuable first.
+packing is kept. Then services are tried on other GPUs and at other levels (see ``stands``), because where
+they stand decides which wide jobs find room. What is left of the budget goes into local search. In the end
+shortage is met with GPUs that stayed idle, and every job is moved as early as it can go, the most valuable
+first.
 
 The invariant: the plan is never worth less than fifo, backfill or greedy, because they are among what is
 tried, unless a ceiling on what their reservations leave room for shows that they cannot win. The cost of
-the choice: the levels of services are chosen by price and not together with the packing; full mode does
-both at once.
+the choice: services are placed before jobs and not together with them; full mode does both at once.
 
 The budget is counted in steps, so that a plan depends on the problem and the seed alone; time is only a
 cap.
@@ -30,7 +29,7 @@ from allocator.packing import FIRST
 from allocator.problem import Problem, Service
 from allocator.realtime import Held, choose_counts, hold
 from allocator.schedule import Schedule, serve
-from allocator.stands import stands
+from allocator.stands import stands, ways
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     Policy = Callable[[Layout, list[Task]], Schedule]
 
 _DUST = 1e-9
+_NEAR = 0.99  # of what no packing exceeds: so near, the search costs more than it can gain
 _PLACINGS = 400  # jobs that all recipes together place at most, but ...
 _FEWEST = 5  # ... so many recipes in any case
 _LARGE_WORK = 120_000_000  # jobs × cells × recipes in a large grid
@@ -62,11 +62,13 @@ def plan_fast(problem: Problem, seed: int, iterations: int | None, time_limit: f
     best, won, most = _pack(best, held, _affordable(layout, tasks), until)
     price = marginal_price(tasks, layout.free.bit_count() - sum([sum(service.counts) for service in held]))
     may_pay = price > 0 and _may_pay(held, price)
-    if best.objective < most - _DUST or may_pay or any(service.shortage for service in held):
-        best = _try_stands(best, won, price, until)
-        steps = _default_steps(layout, tasks) if iterations is None else iterations
-        best = improve(best, steps, Random(seed), until, adaptive=iterations is None)
-        best = _meet_shortage(best)
+    short = may_pay or any(service.shortage for service in held)
+    if best.objective < most - _DUST or short:
+        if best.objective < _NEAR * most or short or iterations is not None:
+            best = _try_stands(best, won, price, until)
+            steps = _default_steps(layout, tasks) if iterations is None else iterations
+            best = improve(best, steps, Random(seed), until, adaptive=iterations is None)
+            best = _meet_shortage(best)
         best = _not_below_baselines(best)
     _move_up(best)
     return best
@@ -110,26 +112,26 @@ def _pack(
 
 def _try_stands(best: Schedule, won: Recipe, price: float, until: float | None) -> Schedule:
     """Services elsewhere, or fewer of them, where that leaves more room for jobs."""
-    layout, held = best.layout, best.held
+    layout, tasks, held = best.layout, best.tasks, best.held
     if layout.gpus * layout.rows >= LARGE or not any(service.cells for service in held):
         return best
     least = sum([service.cost for service in held])
     recipes = list(dict.fromkeys((won, *RECIPES[:2])))
     seen = {_rows(held)}
-    for stand in stands(layout, best.tasks, held):
-        if until is not None and perf_counter() > until:
-            break
-        clear = stand.clear * layout.repeat(layout.horizon)
-        held = serve(layout, partial(_at_price, stand.prices * price), stand.prefer, clear)
-        rows = _rows(held)
-        if rows in seen or not all(service.allowed for service in held):
-            continue
-        seen.add(rows)
-        packed, _, _ = _pack(Schedule(layout, best.tasks, held), held, recipes, until)
-        if packed.packing.gain - least > best.objective + _DUST:
-            packed = _meet_shortage(packed)
-            if packed.objective > best.objective + _DUST:
-                best = packed
+    for round_ in (0, 1):
+        for stand in list(ways(best)) if round_ else stands(layout, tasks, held):
+            if until is not None and perf_counter() > until:
+                break
+            held = serve(layout, partial(_at_price, stand.prices * price), stand.prefer, stand.clear)
+            rows = _rows(held)
+            if rows in seen or not all(service.allowed for service in held):
+                continue
+            seen.add(rows)
+            packed, _, _ = _pack(Schedule(layout, tasks, held), held, recipes, until)
+            if packed.packing.gain - least > best.objective + _DUST:
+                packed = _meet_shortage(packed)
+                if packed.objective > best.objective + _DUST:
+                    best = packed
     return best
 
 

@@ -1,13 +1,13 @@
 """Local search on a schedule: take the jobs of a part of the plan out, and pack all that are out anew.
 
-A step clears a chance rectangle of GPUs and slots (now and then chance jobs all over the plan) and packs what
-is then out, mostly by worth per cell with some noise, in one of several ways. It stands when the plan is worth
-no less than before: equal ones are kept because they walk off plateaus. Moving one job at a time finds far
-less, because a wide job needs the room of many narrow ones, and these each other's.
+A step clears a chance rectangle of GPUs and slots (now and then chance jobs all over the plan) and packs
+what is then out, mostly by worth per cell with some noise, in one of several ways. It stands when the plan
+is worth no less than before: equal ones are kept because they walk off plateaus. Moving one job at a time
+finds far less, because a wide job needs the room of many narrow ones, and these each other's.
 
 The invariant: the schedule is never worth less than when it came in, and services stay where they are. The
-cost of the choice: chance; the same seed gives the same plan. The budget grows while steps succeed, so an easy
-problem costs little.
+cost of the choice: chance; the same seed gives the same plan. The budget grows while steps succeed, so an
+easy problem costs little.
 """
 
 from __future__ import annotations
