@@ -121,7 +121,12 @@ def _problem_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=MODES, default="fast", help="fast unless said otherwise")
     parser.add_argument("--time-limit", type=_seconds, metavar="S", help="a cap on the search, in seconds")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument("--iterations", type=_count, metavar="N", help="steps of local search in fast mode")
+    parser.add_argument(
+        "--iterations",
+        type=_count,
+        metavar="N",
+        help="steps of the search, whatever time they take; the same number and seed give the same plan",
+    )
 
 
 def _seconds(text: str) -> float:

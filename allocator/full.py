@@ -8,8 +8,9 @@ one that came in, at the same time as branch and bound and on a second core.
 
 On problems of a few jobs the whole problem is solved cell by cell in the end, which leaves no gap. The
 invariant: what is returned is never worth less than the plan that came in, whatever a solver does, and its
-bound is proven. Random choices follow from the seed; where time ends a search, and not its own end, two
-runs may differ.
+bound is proven. Random choices follow from the seed; but where time ends a search, and not its own end, two
+runs may differ. With a number of iterations one search runs alone and counts its steps: then two runs are
+equal, and branch and bound, whose help depends on the clock, is left out.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,22 +47,34 @@ _POLISH_ROUNDS = 12
 _MOST_TRIMS = 200  # ways of giving one replica back that are tried
 
 
-def solve_full(problem: Problem, incumbent: Plan, time_limit: float, seed: int, workers: int = 2) -> Plan:
+def solve_full(
+    problem: Problem,
+    incumbent: Plan,
+    time_limit: float,
+    seed: int,
+    workers: int = 2,
+    iterations: int | None = None,
+) -> Plan:
     """The best plan found, starting from another, with its proven bound.
 
     Args:
         incumbent: a plan that keeps every rule; it stands when nothing better is found.
         time_limit: seconds.
         workers: 1 to search with one solver at a time, 2 for two at once.
+        iterations: steps of neighbourhood search; None for as many as the time allows.
     """
     began = perf_counter()
     until = began + time_limit
     relaxation = Relaxation(problem)
-    linear = linear_bound(relaxation, _LINEAR_SHARE * time_limit)
+    share = _LINEAR_SHARE if iterations is None else 1.0
+    linear = linear_bound(relaxation, share * time_limit)
     effort = _Effort(relaxation, linear, state_of(relaxation, incumbent), seed)
-    if not effort.closed():
+    if iterations is not None:
+        effort.search.step_seconds = time_limit
+        effort.search.run(until, effort.closed, iterations)
+    elif not effort.closed():
         effort.branch_and_search(until, workers)
-    if not effort.closed() and perf_counter() < until:
+    if iterations is None and not effort.closed() and perf_counter() < until:
         effort.whole(until)
     best = incumbent
     for state in (effort.search.state, state_of(relaxation, incumbent)):

@@ -29,9 +29,11 @@ class Search:
 
     Attributes:
         state, worth: the best so far.
+        step_seconds: after which a step is ended, whatever its effort.
     """
 
     def __init__(self, relaxation: Relaxation, state: State, seed: int) -> None:
+        self.step_seconds = _STEP_SECONDS
         self.relaxation = relaxation
         self.rng = Random(seed)
         self.size = 9.0
@@ -43,16 +45,17 @@ class Search:
         self.state = state
         self.worth = state.worth(self.relaxation)
 
-    def run(self, until: float, enough: Callable[[], bool]) -> None:
-        """Step until a moment, or until it is enough."""
-        while perf_counter() < until and not enough():
+    def run(self, until: float, enough: Callable[[], bool], steps: int | None = None) -> None:
+        """Step until a moment, or until it is enough, or so many times."""
+        while perf_counter() < until and not enough() and steps != 0:
             self.step(until - perf_counter())
+            steps = None if steps is None else steps - 1
 
     def step(self, seconds: float) -> None:
         """Many small steps of fast mode's search, or one with CP-SAT, in turn."""
         if self.steps % 3 == 0:
             self.steps += 1
-            until = perf_counter() + min(seconds, _STEP_SECONDS)
+            until = perf_counter() + min(seconds, self.step_seconds)
             self.shuffle(_SHUFFLE, until)
         else:
             self._open(seconds)
@@ -110,7 +113,8 @@ class Search:
         )
         if not model.places and not model.holds:
             return
-        found = model.solve(Budget(_EFFORT, min(seconds, _STEP_SECONDS), rng.randrange(2**31), hasty=True))
+        budget = Budget(_EFFORT, min(seconds, self.step_seconds), rng.randrange(2**31), hasty=True)
+        found = model.solve(budget)
         if found.state is not None:
             self._keep(found.state)
         self.size = min(_MOST, self.size * 1.03) if found.proven else max(_FEWEST, self.size * 0.9)

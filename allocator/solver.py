@@ -29,6 +29,7 @@ BASELINES: dict[str, Callable[..., Schedule]] = {
 }
 MODES = ("fast", "full", *BASELINES)
 FULL_SECONDS = 10.0  # time limit of full mode, and of a bound, when none is given
+_CAP_SECONDS = 3600.0  # the same when iterations are the budget
 
 
 def solve(
@@ -45,8 +46,9 @@ def solve(
     Args:
         mode: fast, full, fifo, backfill or greedy.
         seed: of the chance in fast and full mode; the same seed and iterations give the same plan.
-        iterations: steps of local search in fast mode; None for a number that fits the size.
-        time_limit: a cap in seconds on the search (full mode: 10 when None).
+        iterations: steps of local search in fast mode (None for a number that fits the size), of
+            neighbourhood search in full mode (None for as many as the time limit allows).
+        time_limit: a cap in seconds on the search (full mode: 10 when neither this nor iterations are given).
         bound: whether to prove an upper bound; full mode always does.
 
     Raises:
@@ -60,12 +62,16 @@ def solve(
         layout = Layout(problem)
         schedule = BASELINES[mode](layout, build_tasks(layout))
     else:
-        schedule = plan_fast(problem, seed, iterations, time_limit if mode == "fast" else None)
+        fast = mode == "fast"
+        steps, cap = (iterations, time_limit) if fast else (None, None)
+        schedule = plan_fast(problem, seed, steps, cap)
     plan = finish(schedule, mode)
     if mode == "full":
         from allocator.full import solve_full
 
-        better = solve_full(problem, plan, FULL_SECONDS if time_limit is None else time_limit, seed)
+        usual = FULL_SECONDS if iterations is None else _CAP_SECONDS
+        limit = usual if time_limit is None else time_limit
+        better = solve_full(problem, plan, limit, seed, iterations=iterations)
         plan = verified(problem, replace(better, mode="full"))
     elif bound:
         from allocator.bound import upper_bound

@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 
-from allocator import Problem, load_problem, solve
+from allocator import Problem, baselines, load_problem, solve
 from allocator.check import check, slack
 from allocator.generate import generate
+from allocator.grid import Layout, build_tasks
+from allocator.orders import ceiling
+from allocator.stands import stands
 from tests.allocator.scenarios import BEST, SCENARIOS
 
 
@@ -182,6 +185,31 @@ def test_a_narrow_burst_is_not_followed_when_work_in_its_way_is_worth_more() -> 
     chat = {"service": "chat", "demand": [0, 0, 0, 1, 0, 0], "ramp": 1, "priority": 1, "shortage_penalty": 5}
     plan = solve(problem(realtime=[chat], jobs=[job("a", 4, 6, priority=2)]), iterations=50)
     assert (plan.objective, plan.realtime[0].shortage) == (48 - 5, (0, 0, 0, 1, 0, 0))
+
+
+def test_keeping_services_off_blocks_of_gpus_finds_room_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [generate(seed) for seed in (61, 70, 85)]
+    tried = [solve(one, iterations=0).objective for one in found]
+    monkeypatch.setattr("allocator.fast.stands", lambda *_: ())
+    monkeypatch.setattr("allocator.fast.ways", lambda *_: ())
+    plain = [solve(one, iterations=0).objective for one in found]
+    assert all(more > less + 1 for more, less in zip(tried, plain, strict=True))
+
+
+def test_a_stand_leaves_a_service_what_it_holds_now() -> None:
+    chat = {"service": "chat", "demand": [1] * 6, "ramp": 1, "current": [3]}
+    found = problem(realtime=[chat], jobs=[job("a", 3, 6), job("b", 2, 6)])
+    layout = Layout(found)
+    held = baselines.greedy(layout, build_tasks(layout)).held
+    tried = list(stands(layout, build_tasks(layout), held))
+    assert tried and not any(stand.clear & held[0].cells for stand in tried)
+
+
+def test_of_jobs_wider_than_half_of_a_node_one_runs_at_a_time() -> None:
+    found = problem(nodes=[{"name": "n", "gpus": 8}], jobs=[job(str(n), 5, 2) for n in range(5)])
+    layout = Layout(found)
+    most = ceiling(layout, build_tasks(layout), layout.free.bit_count())
+    assert most == solve(found).objective == 3 * 10
 
 
 EVERYDAY: dict[str, tuple[dict[str, Any], str]] = {

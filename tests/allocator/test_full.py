@@ -54,6 +54,13 @@ def test_without_time_the_plan_that_came_in_stands() -> None:
     assert solve_full(problem, fast, 0, 0).objective >= fast.objective
 
 
+def test_the_same_seed_and_iterations_give_the_same_plan() -> None:
+    problem = generate(6, gpus=16, jobs=14)
+    one, other = (solve(problem, "full", iterations=6, seed=3) for _ in range(2))
+    assert (one.placements, one.realtime, one.bound) == (other.placements, other.realtime, other.bound)
+    assert check(problem, one) == [] and one.objective >= solve(problem).objective
+
+
 def test_a_solver_that_finds_only_forbidden_plans_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> Plan:
         raise RuntimeError("full made a plan that breaks a rule")
