@@ -1,0 +1,3 @@
+from tasks.secrets import watch_logs
+
+watch_logs()

@@ -7,7 +7,8 @@ from prefect import flow, get_run_logger, runtime
 from flows.steps import allocate, collect, commit, dispatch, forecast, record
 from tasks import instants
 from tasks.cluster import Site, load_site
-from tasks.hour import Hour, StaleHourError, planning, present_hour, record_missed, scheduled_hour
+from tasks.collect import collect_missed
+from tasks.hour import Hour, StaleHourError, planning, present_hour, scheduled_hour
 from tasks.storage import exists
 
 
@@ -49,7 +50,7 @@ def _hour(site: Site, instant: str | None) -> Hour:
 def _missed(site: Site, instant: str | None, reason: str) -> str:
     get_run_logger().warning(reason)
     at = instants.parse(instant) if instant is not None else _scheduled()
-    record_missed(site, at, reason, instants.now())
+    collect_missed(site, at, reason, instants.now())
     record(site)
     return f"missed: {reason}"
 

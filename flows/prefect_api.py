@@ -11,6 +11,8 @@ import urllib.error
 import urllib.request
 from typing import Any
 
+from tasks.secrets import redacted
+
 # SQLite under load: "database is locked", answered as 503 after nothing was done. Prefect retries too.
 BUSY = (429, 502, 503)
 TRIES = 6
@@ -20,7 +22,7 @@ class ApiError(Exception):
     """The server does not answer, or refuses; the message is one line."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
-        super().__init__(message)
+        super().__init__(redacted(message))
         self.status = status
 
 
@@ -53,6 +55,6 @@ def _headers() -> dict[str, str]:
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get("PREFECT_API_KEY"):
         headers["Authorization"] = f"Bearer {key}"
-    elif login := os.environ.get("PREFECT_API_AUTH_STRING"):
+    elif login := os.environ.get("PREFECT_API_AUTH_STRING", os.environ.get("PREFECT_SERVER_API_AUTH_STRING")):
         headers["Authorization"] = f"Basic {base64.b64encode(login.encode()).decode()}"
     return headers

@@ -26,6 +26,7 @@ from flows.prefect_api import ApiError, call
 from flows.processes import MARK, Process, alive, end, marked, recorded, spawn, wait
 from tasks.cluster import Site
 from tasks.instants import now, parse
+from tasks.secrets import redacted
 
 ROOT = Path(flows.__file__).resolve().parent.parent
 DEPLOYMENTS = ROOT / "deployments" / "prefect.yaml"
@@ -55,7 +56,10 @@ SETTINGS = {
 
 
 class ServerError(Exception):
-    """The site cannot be started or stopped; the message is one line for a person."""
+    """The site cannot be started or stopped; the message is one line for a person, without secrets."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(redacted(message))
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,11 @@ def up(
     Raises ServerError, after stopping what it had started, when anything is not there by the deadline.
     """
     began, deadline = now(), time.monotonic() + deadline_s
+    if host not in LOCAL and not os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
+        raise ServerError(
+            f"--host {host} lets others in: set PREFECT_SERVER_API_AUTH_STRING to user:password first, and "
+            "PREFECT_API_AUTH_STRING to the same on every machine"
+        )
     if not deployments.is_file():
         raise ServerError(f"{deployments}: no such file; expected the deployments")
     with _lock(site):
@@ -169,9 +178,11 @@ def site_environment(site: Site, instance: Instance) -> dict[str, str]:
 
 def client_environment(url: str) -> dict[str, str]:
     """This environment, fit for a Prefect process: our settings, and this very code and Python first."""
+    own = os.environ.get("PREFECT_SERVER_API_AUTH_STRING")  # who starts the server here may also call it
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **SETTINGS,
+        **({"PREFECT_API_AUTH_STRING": own} if own else {}),
         **os.environ,
         "PREFECT_API_URL": url,
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),

@@ -28,7 +28,7 @@ from tasks.record import Closed
 @task(name="collect", retries=2, retry_delay_seconds=[1, 5], cache_policy=NO_CACHE)
 def collect(site: Site, hour: Hour) -> Collected:
     """Specs, outcomes, demand and node health into the ledger."""
-    found = collecting.collect(site, instants.now())
+    found = collecting.collect(site, instants.now(), instants.steady())
     _tell(
         site,
         hour,

@@ -11,15 +11,16 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from tasks import ledger
+from tasks import faults, ledger
 from tasks.cluster import Service, Site
 from tasks.demand import DemandError, Sample, gpus_needed, read_demand
 from tasks.facts import FactError, fact_key, write_fact
-from tasks.hour import Degradation
+from tasks.hour import Degradation, record_missed
 from tasks.inbox import Received, take_cancels, take_recurring, take_specs
 from tasks.instants import text
 from tasks.nodes import NodeState, node_states
-from tasks.reconcile import settle
+from tasks.reconcile import outcome_key, settle
+from tasks.sightings import Sightings
 from tasks.storage import StorageError
 
 EXPECTED = (StorageError, FactError, DemandError)
@@ -46,10 +47,21 @@ def ledger_directory(site: Site) -> Path:
     return site.state / "ledger"
 
 
-def collect(site: Site, now: datetime) -> Collected:
-    """Take in everything that is new. Raises only when storage or ledger cannot be used at all."""
+def collect(site: Site, now: datetime, steady: float | None = None) -> Collected:
+    """Take in everything that is new. Raises only when storage or ledger cannot be used at all.
+
+    `steady` is the present by a clock that nobody sets, for the ages of leases; without it, `now` is taken
+    for one.
+    """
+    sightings = Sightings(
+        site.state / "leases-seen.json",
+        now.timestamp() if steady is None else steady,
+        site.lost_after.total_seconds(),
+    )
     directory, storage = ledger_directory(site), site.storage
     problems: list[Degradation] = []
+    if damage := ledger.mend(directory, storage):
+        problems.append(Degradation("collect", "ledger", damage))
     before = ledger.take_in(directory, storage, now.date())
     known = _known(directory)
 
@@ -59,18 +71,23 @@ def collect(site: Site, now: datetime) -> Collected:
     with _degrading(problems, "inbox"):
         received = take_specs(site, known.digests, now)
         problems += [Degradation("collect", name, reason) for name, reason in received.unread]
+    faults.point("collect.inbox")
     with _degrading(problems, "recurring jobs"):
         occurrences = take_recurring(site, known.templates, now)
+    faults.point("collect.recurring")
     with _degrading(problems, "cancel requests"):
         new = dict.fromkeys((*received.jobs, *occurrences), "queued")
         cancels = take_cancels(site, {**new, **known.states}, known.requested, now)
+    faults.point("collect.cancels")
     samples = {}
     for service in site.cluster.services:
         with _degrading(problems, service.name):
             samples[service.name] = _take_demand(site, service, known.demand_until.get(service.name), now)
+        faults.point("collect.demand")
     nodes = known.unseen_nodes(site)
     with _degrading(problems, "nodes"):
-        nodes = _take_nodes(site, known.nodes, now)
+        nodes = _take_nodes(site, known.nodes, now, sightings)
+    faults.point("collect.nodes")
     settled = []
     with _degrading(problems, "runs"):
         prices = {node.name: node.price_per_gpu_hour for node in site.cluster.nodes}
@@ -79,10 +96,13 @@ def collect(site: Site, now: datetime) -> Collected:
                 **rank,
                 "price": prices.get(rank["node"], 0.0),
                 "cancel": rank["cancel"] or rank["job"] in cancels,
+                "bad": outcome_key(rank) in known.bad,
             }
             for rank in known.live
         ]
-        settled = settle(site, live, nodes, now)
+        settled = settle(site, live, nodes, now, sightings)
+    sightings.keep()
+    faults.point("collect.settled")
 
     after = ledger.take_in(directory, storage, now.date())
     problems += [Degradation("collect", "ledger", f"set aside: {bad}") for bad in (*before.bad, *after.bad)]
@@ -98,6 +118,12 @@ def collect(site: Site, now: datetime) -> Collected:
     )
 
 
+def collect_missed(site: Site, scheduled: datetime, reason: str, now: datetime) -> None:
+    """Record that an hour was not planned, in the facts and in the ledger, however long ago it was."""
+    record_missed(site, scheduled, reason, now)
+    ledger.take_in(ledger_directory(site), site.storage, now.date(), also=[scheduled.date()])
+
+
 @dataclass(frozen=True)
 class _Known:
     digests: dict[str, str]
@@ -107,6 +133,7 @@ class _Known:
     demand_until: dict[str, datetime]
     nodes: dict[str, str]
     live: list[dict[str, Any]]
+    bad: set[str]  # keys of facts that could not be read
 
     def unseen_nodes(self, site: Site) -> dict[str, NodeState]:
         """The last known state of each node, for when leases cannot be read."""
@@ -138,6 +165,7 @@ def _known(directory: Path) -> _Known:
             },
             nodes={row["node"]: row["state"] for row in rows("SELECT node, state FROM nodes")},
             live=rows("FROM live_ranks"),
+            bad={row["key"] for row in rows("SELECT key FROM bad_facts")},
         )
 
 
@@ -164,9 +192,12 @@ def record_demand(site: Site, service: Service, samples: list[Sample], origin: s
     write_fact(site.storage, fact_key("demand", now, f"{service.name}.{text(now)}"), now, body)
 
 
-def _take_nodes(site: Site, known: dict[str, str], now: datetime) -> dict[str, NodeState]:
+def _take_nodes(
+    site: Site, known: dict[str, str], now: datetime, sightings: Sightings
+) -> dict[str, NodeState]:
     """The state of every node, with a fact for each that changed."""
-    states = node_states(site.storage, [node.name for node in site.cluster.nodes], now, site.lost_after)
+    names = [node.name for node in site.cluster.nodes]
+    states = node_states(site.storage, names, now, site.lost_after, sightings)
     for name, state in states.items():
         if known.get(name) != state.state:
             key = fact_key("node", now, f"{name}.{text(now)}")

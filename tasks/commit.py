@@ -1,20 +1,27 @@
 """Commit: fix what starts before the next plan, at once or not at all.
 
 Invariant: the commitment is one fact, created only if no one has committed this instant. The plan itself, the
-rest of the horizon included, is recorded beside it as advice.
+rest of the horizon included, is recorded beside it as advice. It lies in storage before the commitment, which
+names it: whoever finds a commitment whose planner died can record its plan.
 """
 
+import hashlib
+import json
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from statistics import fmean
 from typing import Any
 
 from allocator import Placement, Plan, Problem
+from tasks import faults, ledger
 from tasks.allocate import Planned
 from tasks.cluster import Node, Site
+from tasks.collect import ledger_directory
 from tasks.facts import fact_key, read_json, write_fact, write_json
 from tasks.instants import text
 from tasks.storage import Storage
+
+MENDED = timedelta(days=3)  # commitments that are looked at for a missing plan
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,12 @@ class Committed:
 def commit(site: Site, planned: Planned, now: datetime) -> Committed:
     """Record the plan and commit its first slots. When another planner was first, its commitment stands."""
     hour, storage = planned.hour, site.storage
+    faults.point("allocate.solved")
+    fact = plan_fact(planned)
+    solved = {"fact": fact, "problem": planned.problem.to_dict(), "plan": planned.plan.to_dict()}
+    solved_key = _solved_key(hour.instant, solved)
+    write_json(storage, solved_key, solved)
+    faults.point("commit.solved")
     placements = [_placement(planned, place) for place in planned.plan.placements if _binds(planned, place)]
     body = {
         "instant": text(hour.instant),
@@ -37,13 +50,15 @@ def commit(site: Site, planned: Planned, now: datetime) -> Committed:
         "targets": _targets(planned),
         "lease_seconds": site.cluster.lease_seconds,
         "start_timeout_minutes": site.cluster.start_timeout_minutes,
+        "plan": solved_key,
     }
-    problem = planned.problem.to_dict()
     ours = write_fact(storage, hour.commit_key, now, body) or _same(storage, hour.commit_key, body)
+    faults.point("commit.committed")
     if ours:
-        key = fact_key("plan", hour.instant, text(hour.instant))
-        write_fact(storage, key, now, plan_fact(planned))
-        write_json(storage, _solved_key(hour.instant), {"problem": problem, "plan": planned.plan.to_dict()})
+        write_fact(storage, fact_key("plan", hour.instant, text(hour.instant)), now, fact)
+    else:
+        storage.delete(solved_key)
+    faults.point("commit.planned")
     jobs = tuple(place["job"] for place in placements) if ours else ()
     return Committed(hour.commit_key, ours, jobs)
 
@@ -54,12 +69,34 @@ def _same(storage: Storage, key: str, body: dict[str, Any]) -> bool:
     return all(found.get(name) == value for name, value in body.items())
 
 
+def mend_plans(site: Site, now: datetime) -> list[str]:
+    """Record the plans of commitments whose planner died before it could; the keys of those facts."""
+    with ledger.open_ledger(ledger_directory(site)) as connection:
+        committed = ledger.rows(
+            connection,
+            "WITH c AS (SELECT key, replace(key, '/commit/', '/plan/') AS plan FROM facts "
+            "WHERE kind = 'commit' AND day >= ?) "
+            "FROM c WHERE plan NOT IN (SELECT key FROM facts WHERE kind = 'plan') ORDER BY key",
+            [now.date() - MENDED],
+        )
+    mended = []
+    for row in committed:
+        solved = read_json(site.storage, row["key"]).get("plan")
+        if solved is not None:  # commitments of the first version did not say
+            write_fact(site.storage, row["plan"], now, read_json(site.storage, str(solved))["fact"])
+            mended.append(row["plan"])
+    return mended
+
+
 def read_plan(storage: Storage, instant: datetime) -> tuple[Problem, Plan]:
     """The problem of an instant and its plan, as they were solved.
 
     Raises NotFoundError when there was none.
     """
-    solved = read_json(storage, _solved_key(instant))
+    keys = storage.keys(_solved_prefix(instant))
+    if len(keys) != 1:  # of several, which a planner that died may leave, the commitment names the one
+        keys = [str(read_json(storage, fact_key("commit", instant, text(instant)))["plan"])]
+    solved = read_json(storage, keys[0])
     return Problem.from_dict(solved["problem"]), Plan.from_dict(solved["plan"])
 
 
@@ -107,6 +144,15 @@ def plan_fact(planned: Planned) -> dict[str, Any]:
     }
 
 
+def _solved_key(instant: datetime, solved: dict[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(solved, sort_keys=True).encode(errors="replace")).hexdigest()
+    return f"{_solved_prefix(instant)}{digest[:12]}.json"
+
+
+def _solved_prefix(instant: datetime) -> str:
+    return f"plans/{instant.date().isoformat()}/{text(instant)}."
+
+
 def committed_slots(planned: Planned) -> int:
     """How many slots of the problem begin before the next plan."""
     return min(-((planned.hour.begin - planned.hour.until) // planned.slot), planned.problem.slots)
@@ -128,10 +174,6 @@ def slot_figures(problem: Problem, plan: Plan, slots: int) -> dict[str, float]:
         missing = shortage[service.service]
         used += sum(fmean(service.wanted(slot)) - missing[slot] for slot in range(slots))
     return {"value": value, "utilization": used / (problem.total_gpus * slots)}
-
-
-def _solved_key(instant: datetime) -> str:
-    return f"plans/{instant.date().isoformat()}/{text(instant)}.json"
 
 
 def _binds(planned: Planned, place: Placement) -> bool:

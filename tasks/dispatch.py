@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from tasks import ledger
+from tasks import faults, ledger
 from tasks.cluster import Site
 from tasks.collect import ledger_directory
-from tasks.facts import fact_key, write_fact
+from tasks.commit import mend_plans
+from tasks.facts import FactError, fact_key, write_fact
 from tasks.hour import Degradation
 from tasks.reconcile import void_start, write_outcome
 from tasks.serving import ServingError, publish_target, service_names
@@ -66,9 +67,14 @@ def dispatch(site: Site, ensure_run: Callable[[Rank], FlowRun], now: datetime) -
             [now],
         )
     problems: list[Degradation] = []
+    try:
+        mend_plans(site, now)
+    except (FactError, StorageError, KeyError) as error:
+        problems.append(Degradation("dispatch", "plans", f"{error}; a commitment has no plan recorded"))
     # First of all: a service that is to leave a GPU needs time, and nothing starts there before it has left.
     taken = {(rank["node"], gpu) for rank in holders for gpu in rank["gpus"]}
     targets = _publish(site, due, taken, problems, now)
+    faults.point("dispatch.told")
     created, dead = [], []
     for rank in waiting:
         name = f"{rank['job']}.{rank['attempt']}.{rank['rank']}"
@@ -77,11 +83,13 @@ def dispatch(site: Site, ensure_run: Callable[[Rank], FlowRun], now: datetime) -
         except Exception as error:  # the server's trouble: the next hour, or the next replan, tries again
             problems.append(Degradation("dispatch", name, f"no flow run: {error}; tried again later"))
             continue
+        faults.point("dispatch.created")
         if rank["flow_run"] is None:
             key = fact_key("dispatch", rank["instant"], rank["job"], rank["attempt"], rank["rank"])
             parts = {part: rank[part] for part in ("job", "attempt", "rank", "node")}
             write_fact(site.storage, key, now, {**parts, "flow_run": run.id})
             created.append(name)
+            faults.point("dispatch.recorded")
         if run.over and void_start(site.storage, rank, "its flow run died before it began", now):
             write_outcome(site.storage, {**rank, "price": 0.0}, "not_started", "its flow run died", now)
             dead.append(name)

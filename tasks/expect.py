@@ -7,7 +7,7 @@ made, from where it is now; failing that, what the operator stated.
 from datetime import datetime, timedelta
 from typing import Any
 
-from tasks import ledger
+from tasks import faults, ledger
 from tasks.cluster import Service, Site
 from tasks.collect import ledger_directory
 from tasks.demand import Sample, slot_series
@@ -48,6 +48,7 @@ def record_forecasts(site: Site, hour: Hour, made: dict[str, Forecast], now: dat
     }
     body = {"instant": text(hour.instant), "services": services}
     write_fact(site.storage, fact_key("forecast", hour.instant, text(hour.instant)), now, body)
+    faults.point("forecast.recorded")
 
 
 def _history(site: Site, service: Service, begin: datetime) -> list[float | None]:

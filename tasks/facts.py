@@ -12,7 +12,8 @@ from datetime import date, datetime
 from typing import Any, Literal, get_args
 
 from tasks.instants import text
-from tasks.storage import Storage
+from tasks.secrets import redacted_values
+from tasks.storage import Storage, TooLargeError
 
 FactKind = Literal[
     "spec",  # a job taken in, or one occurrence of a recurring job
@@ -30,6 +31,8 @@ FactKind = Literal[
     "missed",  # a slot that nobody planned in time
     "degraded",  # a step that did less than it should have
 ]
+MOST_BYTES = 64 << 20  # of a fact: a plan of thousands of jobs has a few million
+SAID = ("error", "reason", "metrics", "detail")  # what programs and machines say, who may say too much
 KINDS: tuple[str, ...] = get_args(FactKind)
 
 
@@ -71,14 +74,16 @@ def parse_key(key: str) -> FactKey:
 
 def write_fact(storage: Storage, key: str, at: datetime, payload: dict[str, Any]) -> bool:
     """Create the fact with `at`, the writer's present; False when the key was taken already."""
-    body = {"at": text(at), **payload}
-    return storage.create(key, _encoded(body))
+    said = {name: redacted_values(payload[name]) for name in SAID if name in payload}
+    return storage.create(key, _encoded({"at": text(at), **payload, **said}))
 
 
 def read_json(storage: Storage, key: str) -> dict[str, Any]:
     """A JSON object in storage. Raises FactError for anything else, NotFoundError when the key is absent."""
     try:
-        value = json.loads(storage.read(key))
+        value = json.loads(storage.read(key, MOST_BYTES))
+    except TooLargeError as error:
+        raise FactError(str(error)) from None
     except (ValueError, RecursionError) as error:
         raise FactError(f"{key}: not JSON: {error}") from None
     if not isinstance(value, dict):

@@ -16,6 +16,7 @@ from typing import Literal
 from tasks.cluster import Site
 from tasks.facts import fact_key, write_fact
 from tasks.instants import floor, text
+from tasks.secrets import redacted
 from tasks.storage import exists
 
 Trigger = Literal["hourly", "replan"]
@@ -49,6 +50,9 @@ class Degradation:
     step: str
     subject: str
     reason: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", redacted(self.reason))
 
 
 class StaleHourError(Exception):

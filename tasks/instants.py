@@ -1,7 +1,9 @@
 """Instants and durations as text and numbers. All UTC; a slot is known by the instant it begins."""
 
 import re
+import time
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 DURATION = re.compile(r"(?:(?P<days>\d+(?:\.\d+)?)d)?(?:(?P<hours>\d+(?:\.\d+)?)h)?"
@@ -11,6 +13,16 @@ DURATION = re.compile(r"(?:(?P<days>\d+(?:\.\d+)?)d)?(?:(?P<hours>\d+(?:\.\d+)?)
 def now() -> datetime:
     """The present instant."""
     return datetime.now(UTC)
+
+
+def steady() -> float:
+    """Seconds since this machine's boot, sleep included, by a clock that nobody sets."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def boot() -> str:
+    """Which boot of this machine this is."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def text(instant: datetime) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
+from tasks import faults
 from tasks.facts import FactError, fact_keys, parse_key, read_json
 from tasks.projections import Rows, project
 from tasks.storage import NotFoundError, RefusedKeyError, Storage
@@ -28,11 +29,24 @@ from tasks.storage import NotFoundError, RefusedKeyError, Storage
 # What a fact's values can be to blame for, unlike a full disk or a missing column.
 MISFIT = (duckdb.DataError, duckdb.IntegrityError, pa.ArrowException, UnicodeError, OverflowError)
 MIGRATIONS = Path(__file__).parent / "migrations"
+PUBLISHED = "outcomes.duckdb"
+# What keeps a sound file from being opened.
+NOT_DAMAGE = (
+    "No space left",
+    "Permission denied",
+    "Too many open files",
+    "File too large",
+    "Input/output error",
+)
 READERS = 8  # objects read at once; a directory gains little, S3 much
 
 
 class LedgerError(Exception):
     """The database cannot be used; the message says what to do."""
+
+
+class DamagedLedgerError(LedgerError):
+    """The file is no database, or not a whole one."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +64,7 @@ def ledger_file(directory: Path) -> Path:
 
 def published_file(directory: Path) -> Path:
     """The copy that people open."""
-    return directory / "outcomes.duckdb"
+    return directory / PUBLISHED
 
 
 @contextlib.contextmanager
@@ -64,16 +78,23 @@ def open_ledger(directory: Path) -> Iterator[duckdb.DuckDBPyConnection]:
         yield connection
 
 
-def take_in(directory: Path, storage: Storage, today: date | None = None) -> TakenIn:
+def take_in(
+    directory: Path, storage: Storage, today: date | None = None, also: Iterable[date] = ()
+) -> TakenIn:
     """Take new facts of the open days into the ledger, in one transaction.
 
     Open are the days from one before the last three with facts (an outage may lie between them, after which
-    its missed slots and recurring jobs are caught up with) to the day after `today`, and those of attempts
-    that have not ended; without `today`, all.
+    its missed slots and recurring jobs are caught up with) to the day after `today`, those of attempts that
+    have not ended, and `also`; without `today`, and once on each day, all: what came too late for its day.
     """
+    swept = directory / "swept"
     with open_ledger(directory) as connection:
-        keys = fact_keys(storage) if today is None else _open_keys(connection, storage, today)
-        return _insert_new(connection, storage, keys)
+        whole = today is None or not swept.exists() or swept.read_text() != today.isoformat()
+        keys = fact_keys(storage) if whole or not today else _open_keys(connection, storage, today, also)
+        taken = _insert_new(connection, storage, keys)
+        if whole and today is not None:
+            swept.write_text(today.isoformat())
+        return taken
 
 
 def publish(directory: Path) -> Path:
@@ -81,14 +102,18 @@ def publish(directory: Path) -> Path:
     target = published_file(directory)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     with _lock(directory):
+        _clear_leftovers(directory)
         with _connect(ledger_file(directory)) as connection:
             migrate(connection)
             connection.execute("CHECKPOINT")
+        faults.point("ledger.checkpointed")
         try:
             shutil.copyfile(ledger_file(directory), temporary)
+            faults.point("ledger.copied")
             # Someone who wrote into the copy and died left a log, which does not belong to the new one.
             target.with_name(f"{target.name}.wal").unlink(missing_ok=True)
             temporary.replace(target)
+            faults.point("ledger.published")
         finally:
             temporary.unlink(missing_ok=True)
     return target
@@ -109,10 +134,27 @@ def snapshot(directory: Path, storage: Storage) -> list[str]:
             for table in tables:
                 file = folder / f"{table}.parquet"
                 connection.execute(f"COPY {table} TO '{_quoted(file)}' (FORMAT parquet)")
+        faults.point("ledger.exported")
         keys = {table: f"snapshots/{table}.parquet" for table in tables}
         for table, key in keys.items():
             storage.upload(key, folder / f"{table}.parquet")
         return list(keys.values())
+
+
+def mend(directory: Path, storage: Storage) -> str | None:
+    """Make the database again from the facts if it is damaged, and keep the damaged file; what was wrong.
+
+    Raises LedgerError when it cannot be used for another reason.
+    """
+    try:
+        with open_ledger(directory):
+            return None
+    except DamagedLedgerError as error:
+        kept = ledger_file(directory).with_name("ledger.damaged")
+        kept.unlink(missing_ok=True)
+        os.link(ledger_file(directory), kept)
+        rebuild(directory, storage)
+        return f"{str(error).partition(';')[0]}; it was made anew from the facts, the old file is {kept}"
 
 
 def rebuild(directory: Path, storage: Storage) -> TakenIn:
@@ -211,10 +253,12 @@ def _insert(connection: duckdb.DuckDBPyConnection, good: dict[str, Rows], bad: d
         _insert_rows(connection, good)
         for key, error in bad.items():
             connection.execute("INSERT INTO bad_facts VALUES (?, ?, ?)", [key, _day(key), error])
+        faults.point("ledger.inserted")
         connection.execute("COMMIT")
     except BaseException:
         connection.execute("ROLLBACK")
         raise
+    faults.point("ledger.committed")
 
 
 def _misfits(connection: duckdb.DuckDBPyConnection, facts: dict[str, Rows]) -> dict[str, str]:
@@ -270,13 +314,15 @@ def _project(storage: Storage, key: str) -> Rows | str | None:
         return f"{type(error).__name__}: {error}"
 
 
-def _open_keys(connection: duckdb.DuckDBPyConnection, storage: Storage, today: date) -> list[str]:
+def _open_keys(
+    connection: duckdb.DuckDBPyConnection, storage: Storage, today: date, also: Iterable[date]
+) -> list[str]:
     last = "SELECT DISTINCT day FROM facts WHERE day <= ? ORDER BY day DESC LIMIT 3"
     known = [row[0] for row in connection.execute(last, [today]).fetchall()]
     if not known:
         return fact_keys(storage)
     first = known[-1] - timedelta(days=1)
-    days = {first + timedelta(days=offset) for offset in range((today - first).days + 2)}
+    days = {first + timedelta(days=offset) for offset in range((today - first).days + 2)} | {*also}
     days |= {
         row[0]
         for row in connection.execute(
@@ -291,6 +337,14 @@ def _day(key: str) -> date | None:
         return date.fromisoformat(key.split("/")[1])
     except (IndexError, ValueError):
         return None
+
+
+def _clear_leftovers(directory: Path) -> None:
+    """Remove the copies of processes that died before they could: each is as large as the database."""
+    for path in directory.glob(".*.*"):
+        owner = path.name.rpartition(".")[2]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -309,8 +363,15 @@ def _connect(file: Path) -> Iterator[duckdb.DuckDBPyConnection]:
     try:
         connection = duckdb.connect(str(file), config={"threads": "2", "memory_limit": "1GB"})
     except duckdb.Error as error:
-        raise LedgerError(
-            f"{file}: {error}; `slotwise ledger rebuild` makes it anew from the facts"
+        said = " ".join(str(error).split())
+        if "Could not set lock" in said:
+            raise LedgerError(
+                f"{file}: another program has it open; close that, and open {PUBLISHED}"
+            ) from None
+        if any(trouble in said for trouble in NOT_DAMAGE):
+            raise LedgerError(f"{file}: {said}") from None
+        raise DamagedLedgerError(
+            f"{file}: {said}; `slotwise ledger rebuild` makes it anew from the facts"
         ) from None
     try:
         connection.execute("SET TimeZone = 'UTC'")

@@ -1,8 +1,9 @@
 """Which nodes answer: a lease in storage for each, which its worker renews every few seconds.
 
 Invariant: a node is ready only while a readable lease of its own is younger than `lost_after`. Workers date
-their leases themselves, so clocks must agree to a fraction of `lost_after`; a node whose clock is further
-ahead than that counts as lost, because its lease would outlive it.
+their leases themselves. Control counts their age from when it saw them change (`Sightings`), so that a node
+whose clock is wrong is used all the same; whoever looks once has only the date, and one from the future
+counts as lost, because such a lease would outlive its node.
 """
 
 import json
@@ -14,6 +15,7 @@ from datetime import datetime, timedelta
 from typing import Literal
 
 from tasks import instants
+from tasks.sightings import Sightings
 from tasks.storage import NotFoundError, Storage
 
 
@@ -24,6 +26,7 @@ class NodeState:
     state: Literal["ready", "lost"]
     reason: str
     last_seen: datetime | None
+    clock_agrees: bool = True  # its dates can be compared with control's
 
 
 def renew_lease(storage: Storage, node: str, now: datetime | None = None, pid: int | None = None) -> None:
@@ -38,10 +41,14 @@ def renew_lease(storage: Storage, node: str, now: datetime | None = None, pid: i
 
 
 def node_states(
-    storage: Storage, names: Iterable[str], now: datetime, lost_after: timedelta
+    storage: Storage,
+    names: Iterable[str],
+    now: datetime,
+    lost_after: timedelta,
+    sightings: Sightings | None = None,
 ) -> dict[str, NodeState]:
     """The state of each node by its lease. Raises StorageError when storage cannot be read at all."""
-    return {name: _state(storage, name, now, lost_after) for name in names}
+    return {name: _state(storage, name, now, lost_after, sightings) for name in names}
 
 
 def lease_key(node: str) -> str:
@@ -49,7 +56,9 @@ def lease_key(node: str) -> str:
     return f"leases/nodes/{node}.json"
 
 
-def _state(storage: Storage, name: str, now: datetime, lost_after: timedelta) -> NodeState:
+def _state(
+    storage: Storage, name: str, now: datetime, lost_after: timedelta, sightings: Sightings | None
+) -> NodeState:
     try:
         lease = json.loads(storage.read(lease_key(name)))
         if lease["node"] != name:
@@ -60,6 +69,14 @@ def _state(storage: Storage, name: str, now: datetime, lost_after: timedelta) ->
         return NodeState("lost", "never seen: no worker has renewed its lease", None)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return NodeState("lost", "its lease cannot be read", None)
+    if sightings is not None:
+        dated, key = age, lease_key(name)
+        age = timedelta(seconds=sightings.age_s(key, lease["at"], dated.total_seconds()))
+        if not sightings.clock_agrees(key):
+            seconds = _seconds(abs(dated - age))
+            clock = f"its clock and this one differ by {seconds}"
+            state: Literal["ready", "lost"] = "ready" if timedelta() <= age <= lost_after else "lost"
+            return NodeState(state, f"seen {_seconds(max(age, timedelta()))} ago; {clock}", seen, False)
     if age > lost_after:
         return NodeState("lost", f"not seen for {_seconds(age)}", seen)
     if age < -lost_after:

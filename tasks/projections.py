@@ -182,12 +182,14 @@ def _dispatch(_: str, fact: Payload) -> Rows:
     return {"dispatches": [{**_rank(fact), "flow_run": str(fact["flow_run"]), **_at(fact)}]}
 
 
-def _started(_: str, fact: Payload) -> Rows:
+def _started(key: str, fact: Payload) -> Rows:
+    _check_name(key, fact)
     row = {"void": bool(fact["void"]), "pid": _whole(fact.get("pid")), **_reason(fact), **_at(fact)}
     return {"starts": [{**_rank(fact), **row}]}
 
 
-def _outcome(_: str, fact: Payload) -> Rows:
+def _outcome(key: str, fact: Payload) -> Rows:
+    _check_name(key.replace("-again.json", ".json"), fact)
     metrics = dict(fact.get("metrics") or {})
     row = {
         **_rank(fact),
@@ -239,6 +241,13 @@ def _missed(_: str, fact: Payload) -> Rows:
 def _degraded(_: str, fact: Payload) -> Rows:
     row = {name: str(fact[name]) for name in ("step", "subject", "reason")}
     return {"degradations": [{"instant": parse(fact["instant"]), **row, **_at(fact)}]}
+
+
+def _check_name(key: str, fact: Payload) -> None:
+    """A fact of a rank speaks of the rank that its key names, and of no other."""
+    name = f"/{fact['job']}/{fact['attempt']}/{fact['rank']}.json"
+    if not key.endswith(name):
+        raise ValueError(f"speaks of {name[1:-5]}")
 
 
 def _at(fact: Payload) -> Payload:

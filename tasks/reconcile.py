@@ -9,18 +9,29 @@ from collections.abc import Iterable
 from datetime import datetime, timedelta
 from typing import Any
 
+from tasks import faults
 from tasks.cluster import Site
 from tasks.facts import FactError, fact_key, read_json, write_fact
 from tasks.instants import parse, text
 from tasks.nodes import NodeState
+from tasks.projections import project
+from tasks.sightings import Sightings
 from tasks.storage import NotFoundError, Storage
 
-# A row of the view `ranks` with `price`, `cancel` (requested?), `peer_ended` (has another rank an outcome?).
+AGAIN = "-again"  # of the key of an outcome beside one that cannot be read
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
+
+# A row of the view `ranks` with `price`, `cancel` (requested?), `peer_ended` (has another rank an outcome?),
+# and perhaps `bad` (the ledger could not read its outcome).
 Rank = dict[str, Any]
 
 
 def settle(
-    site: Site, ranks: Iterable[Rank], nodes: dict[str, NodeState], now: datetime
+    site: Site,
+    ranks: Iterable[Rank],
+    nodes: dict[str, NodeState],
+    now: datetime,
+    sightings: Sightings | None = None,
 ) -> list[tuple[Rank, str]]:
     """Write outcomes for ranks that are known to be over. Returns them with their state.
 
@@ -32,11 +43,12 @@ def settle(
     settled = []
     for rank in ranks:
         if rank["started_at"] is not None and not rank["void"]:
-            verdict = _running(storage, site, rank, nodes, now)
+            verdict = _running(storage, site, rank, nodes, now, sightings)
         else:
-            verdict = _waiting(storage, site, rank, nodes, now)
+            verdict = _waiting(storage, site, rank, nodes, now, sightings)
         if verdict is not None:
             state, reason = verdict
+            faults.point("collect.voided")
             if write_outcome(storage, rank, state, reason, now):  # else it spoke for itself meanwhile
                 settled.append((rank, state))
     return settled
@@ -68,7 +80,24 @@ def write_outcome(storage: Storage, rank: Rank, state: str, error: str, now: dat
         "error": error,
         "metrics": {},
     }
-    return write_fact(storage, outcome_key(rank), now, body)
+    return leave_outcome(storage, outcome_key(rank), now, body, bad=bool(rank.get("bad")))
+
+
+def leave_outcome(storage: Storage, key: str, at: datetime, body: dict[str, Any], bad: bool = False) -> bool:
+    """Create the outcome of a rank; False when it has one.
+
+    What lies there and is none, by the ledger's word (`bad`) or ours, would hold the GPUs for ever: then the
+    outcome lies beside it, under a key that is created only once as well.
+    """
+    if write_fact(storage, key, at, body):
+        return True
+    if not bad:
+        try:
+            project("outcome", key, read_json(storage, key))
+            return False
+        except (FactError, *UNREADABLE):
+            pass
+    return write_fact(storage, f"{key.removesuffix('.json')}{AGAIN}.json", at, body)
 
 
 def started_key(rank: Rank) -> str:
@@ -95,11 +124,14 @@ def lease_age(storage: Storage, job: str, attempt: int, rank: int, now: datetime
 
 
 def _running(
-    storage: Storage, site: Site, rank: Rank, nodes: dict[str, NodeState], now: datetime
+    storage: Storage,
+    site: Site,
+    rank: Rank,
+    nodes: dict[str, NodeState],
+    now: datetime,
+    sightings: Sightings | None,
 ) -> tuple[str, str] | None:
-    age = lease_age(storage, rank["job"], rank["attempt"], rank["rank"], now)
-    if age is None:
-        age = now - rank["started_at"]
+    age = _age(storage, rank, nodes, now, sightings)
     if age < site.lost_after:
         return None
     seconds = round(age.total_seconds())
@@ -110,7 +142,12 @@ def _running(
 
 
 def _waiting(
-    storage: Storage, site: Site, rank: Rank, nodes: dict[str, NodeState], now: datetime
+    storage: Storage,
+    site: Site,
+    rank: Rank,
+    nodes: dict[str, NodeState],
+    now: datetime,
+    sightings: Sightings | None,
 ) -> tuple[str, str] | None:
     overdue = now - rank["start_at"] - timedelta(minutes=site.cluster.start_timeout_minutes)
     node = nodes.get(rank["node"])
@@ -127,4 +164,24 @@ def _waiting(
         state, reason = "not_started", "voided"
     else:
         return None
-    return (state, reason) if void_start(storage, rank, reason, now) else None
+    try:
+        return (state, reason) if void_start(storage, rank, reason, now) else None
+    except FactError:  # a claim that nobody can read: no one can begin any more, but someone may have begun
+        if overdue <= timedelta(0) or _age(storage, rank, nodes, now, sightings) < site.lost_after:
+            return None
+        return "crashed", f"{reason}; its claim cannot be read, and no runner answers"
+
+
+def _age(
+    storage: Storage, rank: Rank, nodes: dict[str, NodeState], now: datetime, sightings: Sightings | None
+) -> timedelta:
+    """Since when the rank's runner has been silent: by its lease, or else since it began or was to begin."""
+    age = lease_age(storage, rank["job"], rank["attempt"], rank["rank"], now)
+    token = "" if age is None else text(now - age)
+    if age is None:
+        age = now - (rank["started_at"] or rank["start_at"])
+    if sightings is None:
+        return age
+    node, key = nodes.get(rank["node"]), lease_key(rank["job"], rank["attempt"], rank["rank"])
+    trusted = node is None or node.clock_agrees
+    return timedelta(seconds=sightings.age_s(key, token, age.total_seconds(), trusted))

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tasks import ledger
+from tasks import faults, ledger
 from tasks.cluster import Site
 from tasks.collect import ledger_directory
 from tasks.facts import fact_key, write_fact
@@ -62,9 +62,12 @@ def record(site: Site, now: datetime) -> list[Closed]:
             **happened,
         }
         write_fact(site.storage, fact_key("slot", plan["instant"], text(plan["instant"])), now, body)
+        faults.point("record.closed")
         closed.append(Closed(plan["instant"], body))
     ledger.take_in(directory, site.storage, now.date())
+    faults.point("record.taken")
     ledger.publish(directory)
+    faults.point("record.published")
     if closed:
         ledger.snapshot(directory, site.storage)
     return closed

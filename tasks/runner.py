@@ -30,7 +30,8 @@ import yaml
 from tasks.facts import FactError, fact_key, parse_key, read_json, write_fact, write_json
 from tasks.inbox import cancel_requested
 from tasks.instants import now, parse, text
-from tasks.reconcile import lease_age, lease_key
+from tasks.reconcile import lease_age, lease_key, leave_outcome
+from tasks.secrets import redacted, redacted_bytes
 from tasks.serving import blockers
 from tasks.storage import NotFoundError, Storage, StorageError, open_storage
 
@@ -316,7 +317,8 @@ def _run_program(
                     _end(child, lease)
         finally:
             tail.read()
-            with contextlib.suppress(StorageError):  # a log that cannot be kept does not undo the work
+            with contextlib.suppress(StorageError, OSError):  # a log that is not kept undoes no work
+                _hide_secrets(log_file)
                 order.storage.upload(f"logs/{order.job}/{order.attempt}-{order.rank}.log", log_file)
     return child.returncode, tail.last
 
@@ -405,7 +407,7 @@ def _leave(order: Order, outcome: Outcome) -> None:
     deadline = time.monotonic() + LEAVE_S
     while True:
         try:
-            write_fact(order.storage, order.key("outcome"), ended, body)
+            leave_outcome(order.storage, order.key("outcome"), ended, body)
             return
         except StorageError:
             if time.monotonic() > deadline:
@@ -464,9 +466,20 @@ class _Tail:
     def read(self) -> None:
         lines = [line.rstrip() for line in self.file.readlines() if line.strip()]
         for line in lines[-20:]:
-            self.log(line[:1000])
+            self.log(redacted(line)[:1000])
         if lines:
             self.last = lines[-1]
+
+
+def _hide_secrets(log: Path) -> None:
+    """Rewrite a log that shows what its program found in the environment."""
+    with log.open("rb") as written:
+        clean = all(redacted_bytes(block) == block for block in iter(lambda: written.readline(1 << 20), b""))
+    if not clean:
+        hidden = log.with_suffix(".hidden")
+        with log.open("rb") as written, hidden.open("wb") as out:
+            out.writelines(redacted_bytes(line) for line in iter(lambda: written.readline(1 << 20), b""))
+        hidden.replace(log)
 
 
 def _argv(order: Order, scratch: Path) -> list[str]:

@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from tasks import faults
+from tasks.secrets import redacted
+
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
@@ -25,11 +28,18 @@ S3_URL = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(?P<p
 
 
 class StorageError(Exception):
-    """A key or a root that cannot be used; the message names it and what was expected."""
+    """A key or a root that cannot be used; the message names it and what was expected, without secrets."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(redacted(message))
 
 
 class NotFoundError(StorageError):
     """No object has this key."""
+
+
+class TooLargeError(StorageError):
+    """An object of more bytes than its reader takes."""
 
 
 class RefusedKeyError(StorageError):
@@ -41,8 +51,8 @@ class Storage(Protocol):
 
     root: str
 
-    def read(self, key: str) -> bytes:
-        """The object's bytes. Raises NotFoundError."""
+    def read(self, key: str, most: int | None = None) -> bytes:
+        """The object's bytes. Raises NotFoundError, and StorageError when there are more than `most`."""
 
     def write(self, key: str, data: bytes) -> None:
         """Create or replace the object in one step."""
@@ -132,6 +142,12 @@ def _checked_prefix(prefix: str) -> str:
     return prefix
 
 
+def _bounded(root: str, key: str, data: bytes, most: int) -> bytes:
+    if len(data) > most:
+        raise TooLargeError(f"{root}: {key!r} has more than {most} bytes; it is left where it is")
+    return data
+
+
 def _is_utf8(name: str) -> bool:
     try:
         name.encode()
@@ -147,25 +163,33 @@ class DirectoryStorage:
         self.directory = directory
         self.root = str(directory)
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, most: int | None = None) -> bytes:
         with self._errors(key, reads=True):
-            return self._path(key).read_bytes()
+            path = self._path(key)
+            if most is None:
+                return path.read_bytes()
+            with path.open("rb") as found:
+                return _bounded(self.root, key, found.read(most + 1), most)
 
     def write(self, key: str, data: bytes) -> None:
         with self._errors(key):
             path = self._path(key)
             with _temporary(path, data) as temporary:
+                faults.point("storage.written")
                 temporary.replace(path)
+                faults.point("storage.named")
                 _sync_directory(path.parent)
 
     def create(self, key: str, data: bytes) -> bool:
         with self._errors(key):
             path = self._path(key)
             with _temporary(path, data) as temporary:
+                faults.point("storage.written")
                 try:
                     os.link(temporary, path)
                 except FileExistsError:
                     return False
+                faults.point("storage.named")
                 _sync_directory(path.parent)
                 return True
 
@@ -263,9 +287,11 @@ class S3Storage:
         except (BotoCoreError, ValueError) as error:  # an unknown profile, an endpoint that is no URL
             raise StorageError(f"{self.root}: {error}") from error
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, most: int | None = None) -> bytes:
         answer = self._ask(key, self.client.get_object, Bucket=self.bucket, Key=self._name(key))
-        return bytes(self._ask(key, answer["Body"].read))
+        if most is None:
+            return bytes(self._ask(key, answer["Body"].read))
+        return _bounded(self.root, key, bytes(self._ask(key, answer["Body"].read, most + 1)), most)
 
     def write(self, key: str, data: bytes) -> None:
         self._ask(key, self.client.put_object, Bucket=self.bucket, Key=self._name(key), Body=data)

@@ -1,8 +1,9 @@
 """Ask a web server once, within bounds, and never show what its address may hide.
 
-Invariant: a call takes at most MOST_BYTES, no longer than `limit_s` for the body nor for any wait before
-it, and fails in one line that carries neither user, password nor query of the address. No retries and no
-redirects: the step that calls decides, or degrades.
+An address may say `${NAME}` where the environment holds what must not stand in a file. Invariant: a call
+takes at most MOST_BYTES, no longer than `limit_s` for the body nor for any wait before it, and fails in one
+line that carries neither user, password nor query of the address. No retries and no redirects: the step that
+calls decides, or degrades.
 """
 
 import logging
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+
+from tasks.secrets import MissingReferenceError, redacted, resolved
 
 MOST_BYTES = 64 << 20
 CONNECT_S = 5.0
@@ -39,7 +42,7 @@ def call(
     end = time.monotonic() + limit_s
     body = bytearray()
     try:
-        address = httpx.URL(url)
+        address = httpx.URL(resolved(url))
         auth = (address.username, address.password) if address.userinfo else None
         address = address.copy_with(userinfo=b"")
         if params:
@@ -55,6 +58,8 @@ def call(
             return Answer(
                 answer.is_success, f"answered {answer.status_code} {answer.reason_phrase}", bytes(body)
             )
+    except MissingReferenceError as error:
+        raise WebError(f"{shown(url)}: {error}") from None
     except httpx.TimeoutException:
         raise WebError(f"{shown(url)}: no answer within {limit_s:g} s") from None
     except httpx.HTTPError as error:
@@ -73,7 +78,7 @@ def shown(url: str) -> str:
 
 def _without_address(error: httpx.HTTPError, url: str) -> str:
     """The error's text, unless it repeats parts of the address."""
-    text = str(error) or type(error).__name__
-    address = httpx.URL(url)
+    text = redacted(str(error) or type(error).__name__)
+    address = httpx.URL(resolved(url))
     secrets = (address.password, address.username, address.query.decode(errors="replace"))
     return type(error).__name__ if any(secret and secret in text for secret in secrets) else text

@@ -1,5 +1,6 @@
 """The steps of an hour without Prefect, at any instant, for tests of what comes of them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -48,10 +49,23 @@ class Done:
     problems: list[Degradation]
 
 
-def plan_hour(site: Site, now: datetime, runs: Runs, trigger: Trigger = "hourly") -> Done:
-    """Collect, forecast, allocate, commit, dispatch and record, as the flows do."""
-    hour = scheduled_hour(site, now, now) if trigger == "hourly" else present_hour(site, now, trigger)
-    collected = collect(site, now)
+def plan_hour(
+    site: Site,
+    now: datetime,
+    runs: Callable[[dict[str, Any]], FlowRun],
+    trigger: Trigger = "hourly",
+    scheduled: datetime | None = None,
+    steady: float | None = None,
+) -> Done:
+    """Collect, forecast, allocate, commit, dispatch and record, as the flows do.
+
+    `scheduled` is what the run was scheduled for, if not for now; `steady` the clock that nobody sets.
+    """
+    if trigger == "hourly":
+        hour = scheduled_hour(site, scheduled or now, now)
+    else:
+        hour = present_hour(site, now, trigger)
+    collected = collect(site, now, steady)
     problems = list(collected.problems)
     wanted = trigger == "hourly" or bool(reasons_to_replan(site))
     planned = wanted and not exists(site.storage, hour.commit_key)

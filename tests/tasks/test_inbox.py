@@ -223,7 +223,7 @@ def test_the_same_file_left_twice_is_one_job(site: Site) -> None:
 class Refusing(Mortal):
     """Storage that does not give out one of its objects."""
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, most: int | None = None) -> bytes:
         if key.endswith("locked.yaml"):
             raise StorageError("locked.yaml: permission denied")
         return self.storage.read(key)

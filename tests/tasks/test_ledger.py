@@ -250,7 +250,7 @@ class Failing:
     def __init__(self, storage: Storage, reads: int) -> None:
         self.storage, self.root, self.left = storage, storage.root, reads
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, most: int | None = None) -> bytes:
         self.left -= 1
         if self.left < 0:
             raise StorageError("gone")
@@ -272,7 +272,7 @@ def test_storage_that_fails_makes_no_fact_bad(facts: Facts, directory: Path) -> 
 class Vanishing(Failing):
     """Storage whose objects go between their listing and their reading."""
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, most: int | None = None) -> bytes:
         raise NotFoundError(key)
 
 

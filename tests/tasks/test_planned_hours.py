@@ -353,7 +353,7 @@ def test_a_commitment_whose_plan_was_not_written_gets_it_from_the_next_try(
     collect(site, now)
     planned = allocate(site, scheduled_hour(site, now, now), {}, [])
     with monkeypatch.context() as broken:
-        broken.setattr("tasks.commit.plan_fact", lambda planned: 1 / 0)
+        broken.setattr("tasks.faults.point", lambda name: 1 / (name != "commit.committed"))
         with pytest.raises(ZeroDivisionError):
             commit(site, planned, now)
     assert commit(site, planned, now + MINUTE).ours

@@ -139,7 +139,9 @@ def test_settling_again_changes_nothing(site: Site) -> None:
 def test_a_runner_that_spoke_first_is_believed(site: Site) -> None:
     case = CASES["began, and there is no lease"]  # it dropped its lease, and the ledger is behind
     rank = prepare(site, case)
-    write_fact(site.storage, outcome_key(rank), NOW, {"state": "completed"})
+    body = {name: rank[name] for name in ("job", "attempt", "rank", "node")}
+    body |= {"state": "completed", "ended_at": text(NOW), "gpu_seconds": 1.0, "cost": 0.0}
+    write_fact(site.storage, outcome_key(rank), NOW, body)
     assert settle(site, [rank], nodes(case), NOW) == []
     assert read_json(site.storage, outcome_key(rank))["state"] == "completed"
 
