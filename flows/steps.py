@@ -15,6 +15,7 @@ from tasks import dispatch as dispatching
 from tasks import expect as expecting
 from tasks import instants, ledger
 from tasks import record as recording
+from tasks import upkeep as keeping
 from tasks.allocate import Planned
 from tasks.cluster import Site
 from tasks.collect import Collected, ledger_directory
@@ -92,6 +93,10 @@ def dispatch(site: Site, hour: Hour) -> Dispatched:
 def record(site: Site) -> list[Closed]:
     """Close passed slots and publish the database."""
     closed = recording.record(site, instants.now())
+    try:
+        keeping.upkeep(site, instants.now())
+    except Exception as error:  # it can wait for the next hour
+        get_run_logger().warning("upkeep: %s: %s; tried again later", type(error).__name__, error)
     for slot in closed:
         artifacts.show_outcome(site, slot)
         get_run_logger().info("closed slot %s", instants.text(slot.instant))

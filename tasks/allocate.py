@@ -24,6 +24,7 @@ from tasks.serving import target
 # Facts that make a plan out of date: what was asked, what ended, which node came or went.
 CONSIDERED = "SELECT count(*) AS count FROM facts WHERE kind IN ('spec', 'cancel', 'outcome', 'node')"
 BASELINES = ("fifo", "backfill", "greedy")
+LEARNT_FROM = 10_000  # runs from which durations are estimated, the latest
 RETRIED = ("failed", "crashed", "stopped")  # states after which a job may go on where it was
 
 
@@ -119,7 +120,8 @@ def read_state(site: Site, at: datetime) -> State:
             connection, "FROM jobs WHERE state = 'queued' ORDER BY submitted_at, release_at, job"
         )
         attempts = ledger.rows(connection, "FROM holders WHERE NOT over OR end_at > ?", [at])
-        past = ledger.rows(connection, "FROM durations ORDER BY ended_at")
+        latest = "(FROM durations ORDER BY ended_at DESC LIMIT ?)"  # bounded, however long the history
+        past = ledger.rows(connection, f"FROM {latest} ORDER BY ended_at", [LEARNT_FROM])
         observed = ledger.rows(
             connection, "SELECT service, arg_max(gpus, ts) AS gpus FROM demand GROUP BY ALL"
         )

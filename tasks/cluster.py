@@ -93,6 +93,8 @@ class Cluster(Strict):
     full_mode_seconds: Annotated[float, Field(ge=0, le=3600)] = 10.0
     start_timeout_minutes: Annotated[float, Field(gt=0, le=1440)] = 10.0
     lease_seconds: Annotated[float, Field(ge=1, le=600)] = 10.0
+    pack_after_days: Annotated[int, Field(ge=2, le=3650)] = 7
+    keep_details_days: Annotated[int, Field(ge=2, le=3650)] = 60
     nodes: Annotated[tuple[Node, ...], Field(min_length=1)]
     services: tuple[Service, ...] = ()
 

@@ -69,7 +69,8 @@ def collect(site: Site, now: datetime, steady: float | None = None) -> Collected
     occurrences: tuple[str, ...] = ()
     cancels: tuple[str, ...] = ()
     with _degrading(problems, "inbox"):
-        received = take_specs(site, known.digests, now)
+        digests = _digests(directory) if storage.keys("inbox/") else {}
+        received = take_specs(site, digests, now)
         problems += [Degradation("collect", name, reason) for name, reason in received.unread]
     faults.point("collect.inbox")
     with _degrading(problems, "recurring jobs"):
@@ -77,7 +78,8 @@ def collect(site: Site, now: datetime, steady: float | None = None) -> Collected
     faults.point("collect.recurring")
     with _degrading(problems, "cancel requests"):
         new = dict.fromkeys((*received.jobs, *occurrences), "queued")
-        cancels = take_cancels(site, {**new, **known.states}, known.requested, now)
+        asked = [key.removeprefix("cancel/").removesuffix(".json") for key in storage.keys("cancel/")]
+        cancels = take_cancels(site, {**new, **_states(directory, asked)}, known.requested, now)
     faults.point("collect.cancels")
     samples = {}
     for service in site.cluster.services:
@@ -126,9 +128,7 @@ def collect_missed(site: Site, scheduled: datetime, reason: str, now: datetime) 
 
 @dataclass(frozen=True)
 class _Known:
-    digests: dict[str, str]
     templates: list[dict[str, Any]]
-    states: dict[str, str]
     requested: set[str]
     demand_until: dict[str, datetime]
     nodes: dict[str, str]
@@ -154,10 +154,7 @@ def _known(directory: Path) -> _Known:
             return ledger.rows(connection, query)
 
         return _Known(
-            digests={row["job"]: row["sha256"] for row in rows("SELECT job, sha256 FROM specs")},
             templates=rows("FROM recurring"),
-            states={row["job"]: row["state"] for row in rows("SELECT job, state FROM jobs")}
-            | {row["job"]: "recurring" for row in rows("SELECT job FROM specs WHERE schedule IS NOT NULL")},
             requested={row["job"] for row in rows("SELECT job FROM cancels")},
             demand_until={
                 row["service"]: row["until"]
@@ -167,6 +164,25 @@ def _known(directory: Path) -> _Known:
             live=rows("FROM live_ranks"),
             bad={row["key"] for row in rows("SELECT key FROM bad_facts")},
         )
+
+
+def _digests(directory: Path) -> dict[str, str]:
+    """The ids that are taken, each with the hash of the file it came from."""
+    with ledger.open_ledger(directory) as connection:
+        return dict(connection.execute("SELECT job, sha256 FROM specs").fetchall())
+
+
+def _states(directory: Path, jobs: list[str]) -> dict[str, str]:
+    """The states of those of the jobs that there are, recurring ones too."""
+    if not jobs:
+        return {}
+    with ledger.open_ledger(directory) as connection:
+        asked = "WHERE job IN (SELECT unnest(?))"
+        states = connection.execute(f"SELECT job, state FROM jobs {asked}", [jobs]).fetchall()
+        recurring = connection.execute(
+            f"SELECT job, 'recurring' FROM specs {asked} AND schedule IS NOT NULL", [jobs]
+        ).fetchall()
+        return dict(states + recurring)
 
 
 def _take_demand(site: Site, service: Service, known_until: datetime | None, now: datetime) -> int:

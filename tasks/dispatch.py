@@ -5,6 +5,7 @@ ever told of GPUs that no attempt holds. The rank itself waits until its GPUs ar
 from here.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,7 +18,7 @@ from tasks.commit import mend_plans
 from tasks.facts import FactError, fact_key, write_fact
 from tasks.hour import Degradation
 from tasks.reconcile import void_start, write_outcome
-from tasks.serving import ServingError, publish_target, service_names
+from tasks.serving import ServingError, publish_target, service_names, slow_to_leave
 from tasks.storage import StorageError
 
 Rank = dict[str, Any]
@@ -122,4 +123,7 @@ def _publish(
             publish_target(site.storage, name, gpus, now, webhook)
         except (ServingError, StorageError) as error:
             problems.append(Degradation("dispatch", name, f"{error}; its last target stands"))
+        with contextlib.suppress(StorageError):
+            if slow := slow_to_leave(site.storage, name, now):
+                problems.append(Degradation("dispatch", name, slow))
     return published

@@ -46,13 +46,9 @@ def take_specs(site: Site, known: dict[str, str], now: datetime) -> Received:
     for key in storage.keys("inbox/"):
         name = key.removeprefix("inbox/")
         try:
-<<<<<<< HEAD
-            content = storage.read(key)
+            content = storage.read(key, MOST_KEPT)
             if not content.strip() and not storage.settled(key):
                 continue  # opened by whoever writes it, and not written yet
-=======
-            content = storage.read(key, MOST_KEPT)
->>>>>>> f577596 (Crashes, time, hostile input, secrets: a checker from outside, named fault points, a kill matrix, and what they found)
             try:
                 identity, digest = _take_spec(site, name, content, known, now)
                 known[identity] = digest
@@ -60,7 +56,9 @@ def take_specs(site: Site, known: dict[str, str], now: datetime) -> Received:
             except SpecError as error:
                 _reject(storage, name, content, str(error), now)
                 rejected.append(name)
-            if storage.read(key) == content:  # else another file came in its place, for the next time
+            if (
+                storage.read(key, MOST_KEPT) == content
+            ):  # else another file came in its place, for the next time
                 storage.delete(key)
         except NotFoundError:  # whoever left it took it back
             continue

@@ -23,6 +23,7 @@ import pyarrow as pa
 
 from tasks import faults
 from tasks.facts import FactError, fact_keys, parse_key, read_json
+from tasks.packs import pack_keys, read_pack
 from tasks.projections import Rows, project
 from tasks.storage import NotFoundError, RefusedKeyError, Storage
 
@@ -38,6 +39,8 @@ NOT_DAMAGE = (
     "File too large",
     "Input/output error",
 )
+DETAILS = ("forecasts", "planned_jobs")  # a row for every slot and every job of every plan
+AT_ONCE = 20_000  # facts whose rows are in memory together
 READERS = 8  # objects read at once; a directory gains little, S3 much
 
 
@@ -90,11 +93,12 @@ def take_in(
     swept = directory / "swept"
     with open_ledger(directory) as connection:
         whole = today is None or not swept.exists() or swept.read_text() != today.isoformat()
+        packed = _take_in_packs(connection, storage) if whole else TakenIn(0, ())
         keys = fact_keys(storage) if whole or not today else _open_keys(connection, storage, today, also)
         taken = _insert_new(connection, storage, keys)
         if whole and today is not None:
             swept.write_text(today.isoformat())
-        return taken
+        return TakenIn(packed.new + taken.new, packed.bad + taken.bad)
 
 
 def publish(directory: Path) -> Path:
@@ -166,6 +170,10 @@ def rebuild(directory: Path, storage: Storage) -> TakenIn:
         fresh = directory / f".rebuild.{os.getpid()}"
         cleanup.callback(shutil.rmtree, fresh, ignore_errors=True)
         taken = take_in(fresh, storage)
+        with contextlib.suppress(LedgerError), open_ledger(directory) as connection:
+            kept_from = details_kept_from(connection)
+            with open_ledger(fresh) as other:
+                forget_details(other, kept_from)
         with _lock(directory):
             ledger_file(directory).with_name("ledger.duckdb.wal").unlink(missing_ok=True)
             ledger_file(fresh).replace(ledger_file(directory))
@@ -180,10 +188,12 @@ def verify(directory: Path, storage: Storage) -> list[str]:
         cleanup.callback(shutil.rmtree, fresh, ignore_errors=True)
         take_in(fresh, storage)
         with open_ledger(directory) as connection:
+            _take_in_packs(connection, storage)
             keys = fact_keys(storage)  # of this moment, for both: nodes go on writing facts
             _insert_new(connection, storage, keys)
             with open_ledger(fresh) as other:
                 _insert_new(other, storage, keys)
+                forget_details(other, details_kept_from(connection))
             connection.execute(f"ATTACH '{_quoted(ledger_file(fresh))}' AS facts_alone (READ_ONLY)")
             found = []
             for (table,) in connection.execute(
@@ -198,6 +208,24 @@ def verify(directory: Path, storage: Storage) -> list[str]:
                     if count:
                         found.append(f"{table}: {count} rows are {what}")
             return found
+
+
+def details_kept_from(connection: duckdb.DuckDBPyConnection) -> datetime | None:
+    """From when on the rows of DETAILS are kept; None while all are."""
+    found = connection.execute("SELECT max(kept_from) FROM details").fetchall()[0][0]
+    return None if found is None else found.astimezone(UTC)
+
+
+def forget_details(connection: duckdb.DuckDBPyConnection, kept_from: datetime | None) -> None:
+    """Remove rows of plans from before that instant from the tables that would grow without end."""
+    if kept_from is None:
+        return
+    connection.execute("BEGIN")
+    for table in DETAILS:
+        connection.execute(f"DELETE FROM {table} WHERE instant < ?", [kept_from])
+    connection.execute("DELETE FROM details")
+    connection.execute("INSERT INTO details VALUES (?)", [kept_from])
+    connection.execute("COMMIT")
 
 
 def migrate(connection: duckdb.DuckDBPyConnection) -> None:
@@ -229,11 +257,54 @@ def rows(
 
 
 def _insert_new(connection: duckdb.DuckDBPyConnection, storage: Storage, keys: list[str]) -> TakenIn:
-    query = "SELECT key FROM facts UNION ALL SELECT key FROM bad_facts"
-    known = {row[0] for row in connection.execute(query).fetchall()}
-    new = [key for key in dict.fromkeys(keys) if key not in known]
+    new, count = unknown(connection, keys), 0
+    bad: list[str] = []
     with ThreadPoolExecutor(READERS) as pool:
-        read = dict(zip(new, pool.map(lambda key: _project(storage, key), new), strict=True))
+        for begin in range(0, len(new), AT_ONCE):
+            some = new[begin : begin + AT_ONCE]
+            read = dict(zip(some, pool.map(lambda key: _project(storage, key), some), strict=True))
+            taken = _insert_read(connection, read)
+            count, bad = count + taken.new, [*bad, *taken.bad]
+    return TakenIn(count, tuple(bad))
+
+
+def _take_in_packs(connection: duckdb.DuckDBPyConnection, storage: Storage) -> TakenIn:
+    """Take in the packs that the ledger does not know: all, when it is made anew."""
+    known = {row[0] for row in connection.execute("SELECT key FROM packs").fetchall()}
+    new, bad = 0, []
+    for pack in pack_keys(storage):
+        if pack in known:
+            continue
+        try:
+            facts = dict(read_pack(storage, pack))
+        except FactError as error:
+            bad.append(str(error))
+            continue
+        wanted = set(unknown(connection, list(facts)))
+        taken = _insert_read(
+            connection, {key: _projected(key, fact) for key, fact in facts.items() if key in wanted}
+        )
+        connection.execute("INSERT INTO packs VALUES (?, ?)", [pack, len(facts)])
+        new, bad = new + taken.new, [*bad, *taken.bad]
+    return TakenIn(new, tuple(bad))
+
+
+def unknown(connection: duckdb.DuckDBPyConnection, keys: list[str]) -> list[str]:
+    """Those of the keys that the ledger does not have, in their order."""
+    if not keys:
+        return []
+    connection.register("asked", pa.table({"key": pa.array(list(dict.fromkeys(keys)), pa.string())}))
+    try:
+        found = connection.execute(
+            "SELECT key FROM asked ANTI JOIN facts USING (key) ANTI JOIN bad_facts USING (key)"
+        ).fetchall()
+    finally:
+        connection.unregister("asked")
+    lacking = {row[0] for row in found}
+    return [key for key in dict.fromkeys(keys) if key in lacking]
+
+
+def _insert_read(connection: duckdb.DuckDBPyConnection, read: dict[str, Rows | str | None]) -> TakenIn:
     good = {key: found for key, found in read.items() if isinstance(found, dict)}
     bad = {key: found for key, found in read.items() if isinstance(found, str)}
     try:
@@ -301,14 +372,20 @@ def _project(storage: Storage, key: str) -> Rows | str | None:
     A storage that fails is raised: the fact may be good.
     """
     try:
-        parts = parse_key(key)
-        payload = read_json(storage, key)
-        projected = project(parts.kind, key, payload)
-        fact = {"key": key, "day": parts.day, "kind": parts.kind, "recorded_at": projected.recorded_at}
-        return {"facts": [fact], **projected.tables}
+        return _projected(key, read_json(storage, key))
     except NotFoundError:
         return None
     except (FactError, RefusedKeyError) as error:
+        return str(error).removeprefix(f"{key}: ")
+
+
+def _projected(key: str, payload: dict[str, Any]) -> Rows | str:
+    try:
+        parts = parse_key(key)
+        projected = project(parts.kind, key, payload)
+        fact = {"key": key, "day": parts.day, "kind": parts.kind, "recorded_at": projected.recorded_at}
+        return {"facts": [fact], **projected.tables}
+    except FactError as error:
         return str(error).removeprefix(f"{key}: ")
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         return f"{type(error).__name__}: {error}"

@@ -102,7 +102,11 @@ def _demand_known_until(connection: Any, site: Site) -> datetime:
 def _happened(connection: Any, site: Site, begin: datetime, end: datetime) -> dict[str, Any]:
     """Figures of [begin, end): GPU-seconds held and served, shortage, value earned, jobs done."""
     total = sum(node.gpus for node in site.cluster.nodes)
-    held = ledger.rows(connection, "FROM ranks WHERE started_at < ? AND NOT void", [end])
+    held = ledger.rows(
+        connection,
+        "FROM ranks WHERE started_at < ? AND NOT void AND (ended_at IS NULL OR ended_at > ?)",
+        [end, begin],
+    )
     busy = sum(
         len(rank["gpus"]) * _overlap(rank["started_at"], rank["ended_at"] or end, begin, end) for rank in held
     )

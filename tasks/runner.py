@@ -30,6 +30,7 @@ import yaml
 from tasks.facts import FactError, fact_key, parse_key, read_json, write_fact, write_json
 from tasks.inbox import cancel_requested
 from tasks.instants import now, parse, text
+from tasks.packs import is_packed
 from tasks.reconcile import lease_age, lease_key, leave_outcome
 from tasks.secrets import redacted, redacted_bytes
 from tasks.serving import blockers
@@ -198,10 +199,11 @@ def _own_gpus(
                 )
             except StorageError as error:
                 in_the_way = [f"storage: {error}"]
+            if now() > deadline:
+                late = ", ".join(in_the_way) or "its turn: its process did not run meanwhile"
+                raise _Stop("not_started", f"waited too long for {late}")
             if not in_the_way:
                 break
-            if now() > deadline:
-                raise _Stop("not_started", f"waited too long for {', '.join(in_the_way)}")
             stack.close()
             locks.clear()
             lease.renew("waiting", ", ".join(in_the_way))
@@ -231,7 +233,10 @@ def _in_the_way(
 
 
 def _claim(order: Order, void: str | None = None) -> bool:
-    """Take the rank's one start, or give it up with a reason; False when it was taken or voided before."""
+    """Take the rank's one start, or give it up with a reason; False when it was taken or voided before.
+
+    Days later, when a machine that slept goes on, the claim of back then may be in a pack.
+    """
     body = {
         "job": order.job,
         "attempt": order.attempt,
@@ -244,7 +249,8 @@ def _claim(order: Order, void: str | None = None) -> bool:
         "port": _free_port(),
         "nonce": uuid.uuid4().hex,
     }
-    return write_fact(order.storage, order.key("started"), now(), body)
+    key = order.key("started")
+    return write_fact(order.storage, key, now(), body) and not is_packed(order.storage, key)
 
 
 def _gather(order: Order, lease: "_Lease", terminated: Callable[[], bool]) -> int:

@@ -16,6 +16,7 @@ from tasks.storage import NotFoundError, Storage
 
 Held = dict[str, frozenset[int]]  # GPUs by node, no node without any
 WEBHOOK_LIMIT_S = 10.0
+SLOW_MINUTES = 10.0  # after which people are told that a service does not leave
 KNOWN_NAMES = ("target.json", "observed.json")
 UNREADABLE = (
     ValueError,
@@ -136,6 +137,26 @@ def blockers(storage: Storage, node: str, gpus: Iterable[int]) -> list[str]:
     return found
 
 
+def slow_to_leave(storage: Storage, name: str, now: datetime) -> str | None:
+    """Which GPUs the service was told to leave some time ago and has not, in words; None when all is well.
+
+    Nothing starts there before it has: somebody has to look at the service.
+    """
+    before, seen = _read_target(storage, name), observed(storage, name)
+    if before is None or before.version == 0:
+        return None
+    late = before.leaving if _pending(before, seen) else _common(before.leaving, seen.gpus)
+    try:
+        told = instants.parse(json.loads(storage.read(target_key(name)))["at"])
+    except (NotFoundError, *UNREADABLE):
+        return None
+    minutes = (now - told).total_seconds() / 60
+    if minutes < SLOW_MINUTES or not (late or before.unsure):
+        return None
+    which = "; ".join(_words(node, gpus) for node, gpus in sorted(late.items())) or "unknown GPUs"
+    return f"has not left {which} in {minutes:.0f} min ({_progress(before, seen)}); nothing starts there"
+
+
 def service_names(storage: Storage) -> list[str]:
     """Every service that was ever given a target or said what it holds."""
     parts = [key.split("/") for key in storage.keys("serving/")]
@@ -233,8 +254,13 @@ def _without(all_of: Held, taken: Held) -> Held:
     return {node: gpus for node, gpus in left.items() if gpus}
 
 
+def _common(first: Held, second: Held) -> Held:
+    both = {node: gpus & second.get(node, frozenset()) for node, gpus in first.items()}
+    return {node: gpus for node, gpus in both.items() if gpus}
+
+
 def _overlaps(first: Held, second: Held) -> bool:
-    return any(gpus & second.get(node, frozenset()) for node, gpus in first.items())
+    return bool(_common(first, second))
 
 
 def _lists(gpus: Held) -> dict[str, list[int]]:

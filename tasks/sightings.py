@@ -60,10 +60,9 @@ class Sightings:
             # Its age by its date, or by the date less what the clocks differed by before; the younger, since
             # one clock or the other may have been set right. More than has passed since the last look cannot
             # be.
-            possible = [dated_s] if before.offset is None else [dated_s, dated_s - before.offset]
-            age = min(
-                (each for each in possible if 0.0 <= each <= since_look + self.lost_after_s / 4), default=0
-            )
+            possible = [dated_s] if dated_s >= 0.0 else []
+            possible += [] if before.offset is None else [max(dated_s - before.offset, 0.0)]
+            age = min((each for each in possible if each <= since_look + self.lost_after_s / 4), default=0.0)
             seen = Seen(token, self.steady, age, dated_s, self.steady)
         self.after[key] = seen
         return seen.age + self.steady - seen.noticed

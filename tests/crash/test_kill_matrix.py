@@ -83,4 +83,4 @@ def killed_and_gone_on(world: World, fault: str) -> None:
     world.finish()
     assert ledger.verify(ledger_directory(world.site), world.storage) == []
     leftovers = [path.name for path in ledger_directory(world.site).iterdir()]
-    assert sorted(leftovers) == ["ledger.duckdb", "ledger.lock", "outcomes.duckdb", "swept"]
+    assert sorted(leftovers) == ["ledger.duckdb", "ledger.lock", "outcomes.duckdb", "swept", "upkept"]

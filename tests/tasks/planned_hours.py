@@ -22,6 +22,7 @@ from tasks.reconcile import outcome_key, started_key
 from tasks.record import record
 from tasks.replan import reasons_to_replan
 from tasks.storage import exists
+from tasks.upkeep import upkeep
 
 
 @dataclass
@@ -80,6 +81,7 @@ def plan_hour(
     problems += dispatch(site, runs, now).problems
     record_degraded(site, hour, problems, now)
     record(site, now)
+    upkeep(site, now)
     return Done(hour, collected, planned, problems)
 
 

@@ -244,7 +244,7 @@ def test_a_file_that_cannot_be_read_stays_and_the_rest_go_on(
 class Replacing(Mortal):
     """Storage in which someone puts another file under a name right after its first one was read."""
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, most: int | None = None) -> bytes:
         content = self.storage.read(key)
         if key.endswith("a.yaml") and b"first" in content:
             self.storage.write(key, named("second"))

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from tasks.serving import (
     observed_key,
     publish_target,
     service_names,
+    slow_to_leave,
     target,
     target_key,
     write_observed,
@@ -338,3 +339,18 @@ def test_an_answer_that_acknowledges_nothing_leaves_what_was_observed(
     give(storage, 0, to=chat)
     assert observed(storage, "chat") == before
     assert holds(storage) == [0, 1]
+
+
+def test_people_are_told_of_a_service_that_does_not_leave(storage: Storage) -> None:
+    publish_target(storage, "chat", {"node0": [0, 1]}, NOW)
+    write_observed(storage, "chat", NOW, Observed(1, {"node0": frozenset({0, 1})}))
+    assert slow_to_leave(storage, "chat", NOW + timedelta(hours=1)) is None
+    publish_target(storage, "chat", {"node0": [0]}, NOW)
+    assert slow_to_leave(storage, "chat", NOW + timedelta(minutes=9)) is None
+    said = slow_to_leave(storage, "chat", NOW + timedelta(minutes=31))
+    assert said is not None and "has not left node0 GPU 1 in 31 min" in said
+    write_observed(storage, "chat", NOW, Observed(2, {"node0": frozenset({0, 1})}))  # it heard, and stays
+    assert slow_to_leave(storage, "chat", NOW + timedelta(minutes=31))
+    write_observed(storage, "chat", NOW, Observed(2, {"node0": frozenset({0})}))
+    assert slow_to_leave(storage, "chat", NOW + timedelta(minutes=31)) is None
+    assert slow_to_leave(storage, "nobody", NOW) is None
