@@ -26,6 +26,7 @@ from flows.prefect_api import ApiError, call
 from flows.processes import MARK, Process, alive, end, marked, recorded, spawn, wait
 from tasks.cluster import Site
 from tasks.instants import now, parse
+from tasks.reconcile import GRACE_S
 from tasks.secrets import redacted
 
 ROOT = Path(flows.__file__).resolve().parent.parent
@@ -299,14 +300,15 @@ class _Start:
 
 
 def _stop(site: Site) -> list[str]:
-    """Workers and services first, so that they can say goodbye; then what they left; the server last."""
+    """All but the server at once, jobs and their runners too, which need time to save; the server last."""
     processes, instance = _alive(site), _instance(site)
     server = processes.pop(SERVER, None)
-    end(processes.values(), grace_s=14.0)
+    ours = {process.pid: process for process in processes.values()}
     if instance is not None:
-        end((left for left in marked(instance.mark) if not server or left.pid != server.pid), grace_s=4.0)
+        ours |= {each.pid: each for each in marked(instance.mark) if not server or each.pid != server.pid}
+    end(ours.values(), grace_s=GRACE_S + 5.0)
     if server is not None:
-        end([server], grace_s=5.0)
+        end([server], grace_s=4.0)
     # A process that was being started while we looked is found now; no parent is left to start another.
     for _ in range(10):
         if instance is None or not (left := marked(instance.mark)):

@@ -18,6 +18,7 @@ from tasks.projections import project
 from tasks.sightings import Sightings
 from tasks.storage import NotFoundError, Storage
 
+GRACE_S = 15.0  # that a program gets from SIGTERM to SIGKILL
 AGAIN = "-again"  # of the key of an outcome beside one that cannot be read
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 

@@ -31,7 +31,7 @@ from tasks.facts import FactError, fact_key, parse_key, read_json, write_fact, w
 from tasks.inbox import cancel_requested
 from tasks.instants import now, parse, text
 from tasks.packs import is_packed
-from tasks.reconcile import lease_age, lease_key, leave_outcome
+from tasks.reconcile import GRACE_S, lease_age, lease_key, leave_outcome
 from tasks.secrets import redacted, redacted_bytes
 from tasks.serving import blockers
 from tasks.storage import NotFoundError, Storage, StorageError, open_storage
@@ -42,7 +42,6 @@ PROGRAMS = {
     "quantization": "tasks.quantization",
 }
 POLL_S = 0.5
-GRACE_S = 20.0  # from SIGTERM to SIGKILL
 SPEC_IS_WRONG = 2  # exit code of a program whose spec cannot work: not tried again
 NICENESS = 15  # of programs on virtual GPUs, which share the processor with everything else
 LEAVE_S = 3600.0  # how long an outcome is offered to a storage that does not take it

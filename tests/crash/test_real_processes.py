@@ -118,7 +118,7 @@ def test_an_hour_a_worker_and_a_job_that_are_killed_cost_one_attempt_at_most(pla
     place.submit("first", 3)
     place.up()
     assert place.hour_that_dies("commit.committed") == -signal.SIGKILL
-    assert place.hour_that_dies("dispatch.created") == -signal.SIGKILL
+    assert place.hour_that_dies("dispatch.told") == -signal.SIGKILL
     place.submit("killed", 20)
     place.submit("orphan", 15)
     wait_for(lambda: place.begun("killed") and place.begun("orphan"), "the jobs to begin", PATIENCE_S)

@@ -1,0 +1,77 @@
+"""Facts and a ledger of every earlier schema are today's: read, migrated, made again, and planned on.
+
+The fixtures were made by the versions themselves: a little of everything, and two hours with runs on top.
+"""
+
+import gzip
+import json
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from tasks import ledger
+from tasks.cluster import Site
+from tasks.collect import ledger_directory
+from tests.conftest import make_site
+from tests.tasks.planned_hours import Runs, answer, ask, plan_hour, states
+from tests.tasks.worked_hours import HOUR
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+VERSIONS = sorted(path.name for path in FIXTURES.glob("schema_*"))
+
+
+@pytest.fixture(params=VERSIONS)
+def old(request: pytest.FixtureRequest, tmp_path: Path) -> Site:
+    """A site as that version left it."""
+    source = FIXTURES / request.param
+    site = make_site(tmp_path, full_mode_seconds=0)
+    with gzip.open(source / "facts.jsonl.gz") as facts:
+        for line in facts:
+            key, fact = json.loads(line)
+            site.storage.write(key, json.dumps(fact).encode())
+    directory = ledger_directory(site)
+    directory.mkdir(parents=True)
+    ledger.ledger_file(directory).write_bytes(gzip.decompress((source / "ledger.duckdb.gz").read_bytes()))
+    return site
+
+
+def shape(directory: Path) -> list[tuple[object, ...]]:
+    with ledger.open_ledger(directory) as connection:
+        views = connection.execute("SELECT view_name FROM duckdb_views() WHERE NOT internal").fetchall()
+        for (view,) in views:
+            connection.execute(f"FROM {view}").fetchall()
+        return connection.execute(
+            "SELECT table_name, column_name, data_type, comment FROM duckdb_columns() "
+            "WHERE NOT internal ORDER BY ALL"
+        ).fetchall()
+
+
+def test_an_old_ledger_becomes_one_of_today_and_is_what_the_old_facts_say(old: Site, tmp_path: Path) -> None:
+    with ledger.open_ledger(tmp_path / "new"):
+        pass
+    directory = ledger_directory(old)
+    assert shape(directory) == shape(tmp_path / "new")
+    assert ledger.verify(directory, old.storage) == []
+    assert len(ask(old, "FROM facts")) > 50
+
+
+def test_a_ledger_made_again_from_old_facts_has_todays_schema_and_the_same_jobs(
+    old: Site, tmp_path: Path
+) -> None:
+    before = ask(old, "SELECT job, state, attempts, value FROM jobs ORDER BY job")
+    taken = ledger.rebuild(ledger_directory(old), old.storage)
+    assert taken.bad == ()
+    with ledger.open_ledger(tmp_path / "new"):
+        pass
+    assert shape(ledger_directory(old)) == shape(tmp_path / "new")
+    assert ask(old, "SELECT job, state, attempts, value FROM jobs ORDER BY job") == before
+
+
+def test_an_hour_is_planned_on_what_an_earlier_version_left(old: Site) -> None:
+    now = HOUR + timedelta(days=1, hours=2)
+    answer(old, now)
+    done = plan_hour(old, now, Runs())
+    assert done.planned
+    assert states(old)["real0"] in ("completed", "queued", "committed")
+    assert ledger.verify(ledger_directory(old), old.storage) == []
