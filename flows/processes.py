@@ -92,7 +92,22 @@ def end(processes: Iterable[Process], grace_s: float) -> None:
     for number, patience in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
         for process in remaining:
             _signal(process, number)
+            _signal(process, signal.SIGCONT)  # one that was paused hears of it too
         remaining = wait(remaining, lambda process: not alive(process), patience)
+
+
+def pause(processes: Iterable[Process]) -> None:
+    """Let each do nothing more, until it is ended."""
+    for process in processes:
+        _signal(process, signal.SIGSTOP)
+
+
+def command(process: Process) -> list[str]:
+    """Its command line; nothing when it has ended."""
+    try:
+        return (PROC / str(process.pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
 
 
 def wait(

@@ -23,7 +23,7 @@ from pathlib import Path
 import flows
 from flows.deploy import with_periods
 from flows.prefect_api import ApiError, call
-from flows.processes import MARK, Process, alive, end, marked, recorded, spawn, wait
+from flows.processes import MARK, Process, alive, command, end, marked, pause, recorded, spawn, wait
 from tasks.cluster import Site
 from tasks.instants import now, parse
 from tasks.reconcile import GRACE_S
@@ -34,6 +34,7 @@ DEPLOYMENTS = ROOT / "deployments" / "prefect.yaml"
 LOCAL = ("127.0.0.1", "localhost", "::1")
 SERVER, DEPLOY, CONTROL = "server", "deploy", "worker-control"
 INSTANCE = "instance.json"
+RUN = "prefect.engine"  # in the command line of every flow run, see deployments/prefect.yaml
 # Runs of the control pool at once: an hour, an ad-hoc one and re-plans; more wait in the server.
 CONTROL_RUNS_AT_ONCE = 4
 
@@ -300,13 +301,23 @@ class _Start:
 
 
 def _stop(site: Site) -> list[str]:
-    """All but the server at once, jobs and their runners too, which need time to save; the server last."""
+    """Runs first, which need time to save and to say how they ended; then workers; the server last.
+
+    Workers are paused meanwhile: one that is told to end kills its runs, and another would start the next.
+    """
     processes, instance = _alive(site), _instance(site)
     server = processes.pop(SERVER, None)
     ours = {process.pid: process for process in processes.values()}
     if instance is not None:
         ours |= {each.pid: each for each in marked(instance.mark) if not server or each.pid != server.pid}
-    end(ours.values(), grace_s=GRACE_S + 5.0)
+    commands = {pid: command(process) for pid, process in ours.items()}
+    pause(
+        process
+        for pid, process in ours.items()
+        if "worker" in commands[pid] or "flows.worker" in commands[pid]
+    )
+    end((process for pid, process in ours.items() if RUN in commands[pid]), grace_s=GRACE_S + 4.0)
+    end(ours.values(), grace_s=3.0)
     if server is not None:
         end([server], grace_s=4.0)
     # A process that was being started while we looked is found now; no parent is left to start another.
