@@ -9,7 +9,6 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
-import allocator
 from tasks import ledger
 from tasks.allocate import allocate
 from tasks.cluster import Site
@@ -220,18 +219,6 @@ def test_a_bad_spec_is_rejected_with_its_line_and_the_others_go_on(tmp_path: Pat
     )
 
 
-def test_a_failing_demand_source_degrades_its_step_and_the_hour_goes_on(tmp_path: Path) -> None:
-    site, runs = make_site(tmp_path, services=[CHAT], full_mode_seconds=0), Runs()
-    answer(site, HOUR)
-    submit(site, "a")
-    done = plan_hour(site, HOUR, runs)  # there is no demand.csv
-    assert done.planned and "a/1/0" in runs.made
-    told = ask(site, "SELECT step, subject, reason FROM degradations")
-    assert [(row["step"], row["subject"]) for row in told] == [("collect", "chat")]
-    assert "demand.csv" in told[0]["reason"]
-    assert target(site.storage, "chat").gpus  # the stated mean still gets its GPUs
-
-
 def test_observed_demand_above_the_target_gets_idle_gpus_between_hours(tmp_path: Path) -> None:
     site, runs = make_site(tmp_path, services=[CHAT]), Runs()
     file = site.file.parent / "demand.csv"
@@ -359,28 +346,6 @@ def test_a_commitment_whose_plan_was_not_written_gets_it_from_the_next_try(
     assert commit(site, planned, now + MINUTE).ours
     ledger.take_in(ledger_directory(site), site.storage, now.date())
     assert len(ask(site, "FROM plans")) == len(ask(site, "FROM allocations")) == 1
-
-
-def test_a_baseline_that_fails_is_told_and_the_hour_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site, runs, solve = make_site(tmp_path, full_mode_seconds=0), Runs(), allocator.solve
-
-    def fails(problem: allocator.Problem, mode: Any = "fast", **options: Any) -> allocator.Plan:
-        if mode == "fifo":
-            raise ValueError("a fault")
-        return solve(problem, mode, **options)
-
-    monkeypatch.setattr(allocator, "solve", fails)
-    answer(site, HOUR)
-    submit(site, "a")
-    done = plan_hour(site, HOUR, runs)
-    assert list(runs.made) == ["a/1/0"]
-    assert [(p.step, p.subject, p.reason) for p in done.problems] == [
-        ("allocate", "fifo", "ValueError: a fault")
-    ]
-    (plan,) = ask(site, "SELECT fifo_value, backfill_value FROM plans")
-    assert plan["fifo_value"] is None and plan["backfill_value"] is not None
 
 
 def test_the_ledger_equals_its_facts_after_several_hours(tmp_path: Path) -> None:
