@@ -153,8 +153,9 @@ def _runs(facts: Facts, events: list[dict[str, Any]], asked: Asked) -> Iterator[
         if event["what"] == "end" and event.get("ok"):
             whole.setdefault((job, attempt), set()).add(rank)
         if event["what"] != "begin":
-            if not any(other[:2] == (job, attempt) and other != key for other in begun):
-                living.pop(job, None)
+            alone = not any(other[:2] == (job, attempt) and other != key for other in begun)
+            if alone and living.get(job) == attempt:
+                del living[job]
             continue
         if key in begun:
             yield f"{_name(event)} began twice"

@@ -43,7 +43,7 @@ class Place:
             nodes=nodes,
             full_mode_seconds=0,
             plan_every_minutes=1440,
-            replan_every_seconds=10,
+            replan_every_seconds=20,
             lease_seconds=3,
             start_timeout_minutes=2,
         )
@@ -226,6 +226,7 @@ def test_an_hour_that_is_told_to_end_ends_and_the_next_one_takes_over(place: Pla
     assert place.attempts("a") == 1
 
 
+@pytest.mark.long
 def test_down_ends_a_job_that_ignores_it_within_half_a_minute_and_leaves_no_trace(
     place: Place, tmp_path: Path
 ) -> None:

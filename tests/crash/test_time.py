@@ -103,7 +103,10 @@ def test_a_control_clock_that_steps_ends_no_run_and_stops_no_work(tmp_path: Path
     assert {body["state"] for body in Facts(world.storage).of("outcome")} == {"completed"}
 
 
-@pytest.mark.parametrize("minutes", [-30, -1.5, 1.5, 30])
+@pytest.mark.parametrize(
+    "minutes",
+    [-30, pytest.param(-1.5, marks=pytest.mark.long), 1.5, pytest.param(30, marks=pytest.mark.long)],
+)
 def test_a_node_whose_clock_is_wrong_is_used_and_its_runs_end_as_they_do(
     tmp_path: Path, minutes: float
 ) -> None:
@@ -163,7 +166,7 @@ DAYS = {  # around the night in which the clocks of Berlin change: local hours, 
 }
 
 
-@pytest.mark.parametrize("name", DAYS)
+@pytest.mark.parametrize("name", ["25 hours", pytest.param("23 hours", marks=pytest.mark.long)])
 def test_a_local_day_of_another_length_has_each_hour_and_each_occurrence_once(
     tmp_path: Path, name: str
 ) -> None:

@@ -25,34 +25,38 @@ def main() -> None:
         "rank": int(os.environ["SLOTWISE_NODE_RANK"]),
     }
     held = []
-    for what in [f"{node}-{gpu}" for gpu in gpus] + [f"job-{name['job']}-{name['rank']}"]:
+    ours = [*(f"{node}-{gpu}" for gpu in gpus), f"job-{name['job']}-{name['rank']}"]
+    for what in ours:
         lock = (locks / what).open("a")  # gone with this process, however it ends
         held.append(lock)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             _note(witness, {"what": "shared", **name, "node": node, "gpu": what})
-    with (locks / f"{node}.holders").open("a+") as holders:
+    with (locks / "holders").open("a+") as holders:
         fcntl.flock(holders, fcntl.LOCK_EX)
-        _bury(witness, locks, node, gpus)
+        _bury(witness, locks, ours)
         _note(witness, {"what": "begin", **name, "node": node, "gpus": gpus, "pid": os.getpid()})
-        for gpu in gpus:
-            (locks / f"{node}-{gpu}.holder").write_text(json.dumps(name))
+        for what in ours:
+            (locks / f"{what}.holder").write_text(json.dumps(name))
     time.sleep(seconds)
-    with (locks / f"{node}.holders").open("a+") as holders:
+    with (locks / "holders").open("a+") as holders:
         fcntl.flock(holders, fcntl.LOCK_EX)
         _note(witness, {"what": "end", **name, "ok": True})
-        for gpu in gpus:
-            (locks / f"{node}-{gpu}.holder").unlink()
+        for what in ours:
+            (locks / f"{what}.holder").unlink()
 
 
-def _bury(witness: Path, locks: Path, node: str, gpus: list[int]) -> None:
-    """Whoever held these GPUs and did not say that it ended is dead: we have its locks."""
-    for gpu in gpus:
-        holder = locks / f"{node}-{gpu}.holder"
+def _bury(witness: Path, locks: Path, ours: list[str]) -> None:
+    """Whoever had these GPUs or was this job, and did not say that it ended, is dead: we have its locks."""
+    for what in ours:
+        holder = locks / f"{what}.holder"
         if holder.exists():
-            _note(witness, {"what": "dead", **json.loads(holder.read_text())})
-            holder.unlink()
+            dead = json.loads(holder.read_text())
+            _note(witness, {"what": "dead", **dead})
+            for other in locks.glob("*.holder"):
+                if json.loads(other.read_text()) == dead:
+                    other.unlink()
 
 
 def _note(witness: Path, event: dict[str, object]) -> None:
