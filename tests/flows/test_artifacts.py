@@ -41,9 +41,9 @@ def test_a_plan_is_shown_with_its_grid_its_starts_and_the_baselines(tmp_path: Pa
 
 def test_jobs_left_out_are_shown_with_the_reason_and_their_earliest_start(tmp_path: Path) -> None:
     site = make_site(tmp_path, full_mode_seconds=0, plan_slots=6)
-    submit(site, "first", gpus=4, priority=9, duration="50m")
-    submit(site, "second", gpus=4, priority=9, duration="50m")
-    submit(site, "left-out", gpus=3, priority=1, duration="40m", deadline=text(HOUR + 60 * MINUTE))
+    submit(site, "first", gpus=4, priority=9, duration="2h")
+    submit(site, "second", gpus=4, priority=9, duration="2h")
+    submit(site, "left-out", gpus=3, priority=1, duration="40m")
     (row,) = unplaced_rows(site, planned(site))
     assert row["job"] == "left-out"
     assert "first" in row["reason"] or "second" in row["reason"]
