@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import allocator
 from allocator import Choice, Hole, Plan, Problem, ProblemError, Running
@@ -16,10 +16,10 @@ from allocator.explain import with_reasons
 from tasks import ledger
 from tasks.cluster import Node, Service, Site
 from tasks.collect import ledger_directory
-from tasks.durations import Estimates, estimates
+from tasks.durations import estimates
 from tasks.forecast import Forecast, gpu_demand_quantiles
 from tasks.hour import Degradation, Hour
-from tasks.serving import target
+from tasks.serving import Held, target
 
 # Facts that make a plan out of date: what was asked, what ended, which node came or went.
 CONSIDERED = "SELECT count(*) AS count FROM facts WHERE kind IN ('spec', 'cancel', 'outcome', 'node')"
@@ -97,14 +97,28 @@ def _baselines(problem: Problem, problems: list[Degradation]) -> dict[str, Plan]
     return plans
 
 
+class Durations(Protocol):
+    """Who says how long jobs take: `tasks.durations.Estimates`, or in a replay one who knows."""
+
+    def estimate_s(self, job: str, kind: str, gpus: int, declared_s: float, level: float = 0.5) -> float:
+        """Seconds that a run takes."""
+
+    def remaining_s(self, job: str, kind: str, gpus: int, declared_s: float, elapsed_s: float) -> float:
+        """Seconds left to one that has lasted `elapsed_s`."""
+
+
 @dataclass(frozen=True)
 class State:
-    """What a plan needs of the ledger: queued jobs as they were submitted, live attempts, past runs."""
+    """What a plan needs to know: queued jobs (rows of the view `jobs`) in the order of the queue, live
+    attempts (of `holders`), how long jobs take, what services were last seen to want, and what they hold by
+    node.
+    """
 
     queued: list[dict[str, Any]]
     attempts: list[dict[str, Any]]
-    estimates: Estimates
-    observed: dict[str, float]
+    estimates: Durations
+    observed: Mapping[str, float]
+    targets: Mapping[str, Held]
     considered: int
 
     @property
@@ -127,7 +141,8 @@ def read_state(site: Site, at: datetime) -> State:
         )
         considered = ledger.rows(connection, CONSIDERED)[0]["count"]
     demand = {row["service"]: row["gpus"] for row in observed}
-    return State(queued, attempts, estimates(past), demand, considered)
+    targets = {each.name: target(site.storage, each.name).gpus for each in site.cluster.services}
+    return State(queued, attempts, estimates(past), demand, targets, considered)
 
 
 def build_problem(
@@ -138,7 +153,11 @@ def build_problem(
     lost: set[str],
     problems: list[Degradation],
 ) -> Problem:
-    """The planning problem."""
+    """The planning problem of a state; what had to give is added to `problems`. Reads nothing but its
+    arguments.
+
+    Raises RuntimeError when the state makes no sound problem.
+    """
     numbers = {(node.name, index): number for number, node, index in site.gpu_numbers()}
     fixed = _fixed(site, hour, state, numbers, lost, problems)
     windows = _windows(site, hour, fixed, problems)
@@ -261,7 +280,7 @@ def _service(
     rows = [[max(count, seen) for count in rows[0]], *rows[1:]]
     current = sorted(
         numbers[node, gpu]
-        for node, gpus in target(site.storage, service.name).gpus.items()
+        for node, gpus in state.targets.get(service.name, {}).items()
         for gpu in gpus
         if (node, gpu) in numbers and numbers[node, gpu] not in busy
     )

@@ -42,12 +42,8 @@ def commit(site: Site, planned: Planned, now: datetime) -> Committed:
     solved_key = _solved_key(hour.instant, solved)
     write_json(storage, solved_key, solved)
     faults.point("commit.solved")
-    placements = [_placement(planned, place) for place in planned.plan.placements if _binds(planned, place)]
     body = {
-        "instant": text(hour.instant),
-        "until": text(hour.until),
-        "placements": placements,
-        "targets": _targets(planned),
+        **commitment(planned),
         "lease_seconds": site.cluster.lease_seconds,
         "start_timeout_minutes": site.cluster.start_timeout_minutes,
         "plan": solved_key,
@@ -59,8 +55,20 @@ def commit(site: Site, planned: Planned, now: datetime) -> Committed:
     else:
         storage.delete(solved_key)
     faults.point("commit.planned")
-    jobs = tuple(place["job"] for place in placements) if ours else ()
+    jobs = tuple(place["job"] for place in body["placements"]) if ours else ()
     return Committed(hour.commit_key, ours, jobs)
+
+
+def commitment(planned: Planned) -> dict[str, Any]:
+    """What a plan fixes: the starts and the services' changes before the next plan."""
+    return {
+        "instant": text(planned.hour.instant),
+        "until": text(planned.hour.until),
+        "placements": [
+            _placement(planned, place) for place in planned.plan.placements if _binds(planned, place)
+        ],
+        "targets": _targets(planned),
+    }
 
 
 def _same(storage: Storage, key: str, body: dict[str, Any]) -> bool:

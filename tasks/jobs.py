@@ -5,6 +5,7 @@ fits some node or whole nodes, its numbers are finite, and its value is fixed fr
 """
 
 import json
+from collections.abc import Collection
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Literal, Self
 from zoneinfo import ZoneInfo
@@ -120,9 +121,14 @@ def misfit(job: Job, cluster: Cluster) -> str | None:
     for gpu in job.gpu_types or ():
         if gpu not in known:
             return f"gpu_types: no node has {gpu}; the cluster has {', '.join(sorted(known))}"
-    nodes = [node for node in cluster.nodes if not job.gpu_types or node.gpu in job.gpu_types]
+    return width_misfit(job.gpus, cluster, job.gpu_types or ())
+
+
+def width_misfit(gpus: int, cluster: Cluster, gpu_types: Collection[str] = ()) -> str | None:
+    """Why so many GPUs (of these types, if any) fit neither a node nor a gang of whole ones, or None."""
+    nodes = [node for node in cluster.nodes if not gpu_types or node.gpu in gpu_types]
     widest = max(node.gpus for node in nodes)
-    if job.gpus <= widest:
+    if gpus <= widest:
         return None
     groups: dict[tuple[str, str | None], list[int]] = {}
     for node in nodes:
@@ -134,11 +140,11 @@ def misfit(job: Job, cluster: Cluster) -> str | None:
         for size in sizes:
             reachable |= {total + size for total in reachable}
         sums |= reachable
-    if job.gpus in sums:
+    if gpus in sums:
         return None
     wider = sorted(total for total in sums if total > widest)
     use = f"at most {widest}" + (f", or {', '.join(map(str, wider[:8]))} for whole nodes" if wider else "")
-    return f"gpus: {job.gpus} does not fit any node (the widest has {widest} GPUs) nor whole nodes; use {use}"
+    return f"gpus: {gpus} does not fit any node (the widest has {widest} GPUs) nor whole nodes; use {use}"
 
 
 def occurrences(schedule: str, after: datetime, until: datetime, zone: str) -> list[datetime]:

@@ -1,6 +1,7 @@
 """Replan: why the plan of the hour is out of date, if it is."""
 
 import math
+from collections.abc import Mapping
 
 from tasks import ledger
 from tasks.allocate import CONSIDERED
@@ -22,12 +23,19 @@ def reasons_to_replan(site: Site) -> list[str]:
         )
     if known is None:
         return []
-    reasons = []
-    if count > known:
-        reasons.append(f"{count - known} new facts about jobs, runs or nodes")
-    granted = {row["service"]: row["gpus"] for row in given}
-    for row in demand:
-        if row["service"] in granted and math.ceil(row["gpus"]) > granted[row["service"]]:
-            wanted = f"{row['gpus']:.1f} GPUs wanted, {granted[row['service']]} given"
-            reasons.append(f"{row['service']}: {wanted}")
-    return reasons
+    return reasons(
+        count - known,
+        {row["service"]: row["gpus"] for row in demand},
+        {row["service"]: row["gpus"] for row in given},
+    )
+
+
+def reasons(new_facts: int, wanted: Mapping[str, float], given: Mapping[str, int]) -> list[str]:
+    """The same from figures: facts that no plan has considered, GPUs last observed to be wanted and given."""
+    found = []
+    if new_facts > 0:
+        found.append(f"{new_facts} new facts about jobs, runs or nodes")
+    for service, gpus in wanted.items():
+        if service in given and math.ceil(gpus) > given[service]:
+            found.append(f"{service}: {gpus:.1f} GPUs wanted, {given[service]} given")
+    return found
