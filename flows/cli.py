@@ -159,6 +159,40 @@ def hour(cluster: ClusterFile = HERE, json: AsJson = False) -> None:
     cli_site.hour(_site(cluster), json)
 
 
+@app.command()
+def replay(
+    jobs: Annotated[Path, typer.Option("--jobs", help="Recorded jobs, CSV or Parquet.", metavar="FILE")],
+    json: Annotated[Path, typer.Option("--json", help="Where the figures go.", metavar="FILE")],
+    cluster: ClusterFile = HERE,
+    demand: Annotated[
+        Path | None,
+        typer.Option("--demand", help="Recorded demand: ts and a column a service.", metavar="FILE"),
+    ] = None,
+    start: Annotated[
+        str | None, typer.Option("--start", help="First second of submit_s, or a duration such as 60d.")
+    ] = None,
+    days: Annotated[float | None, typer.Option("--days", min=1 / 24, max=3660, help="Length.")] = None,
+    policies: Annotated[
+        str, typer.Option("--policies", help="Some of fifo,backfill,greedy,slotwise,full,oracle.")
+    ] = "fifo,backfill,greedy,slotwise",
+    seed: Annotated[int, typer.Option("--seed", help="Of what is drawn.")] = 0,
+    failures: Annotated[
+        str | None,
+        typer.Option("--failures", help="A file (node,from_s,to_s), or mean days between a node's."),
+    ] = None,
+    ledger: Annotated[
+        Path | None,
+        typer.Option("--ledger", help="Where the ledger goes; beside the figures.", metavar="FILE"),
+    ] = None,
+) -> None:
+    """Replay recorded jobs and demand under several policies, with a virtual clock."""
+    from flows import cli_replay
+
+    cli_replay.replay(
+        _site(cluster), (jobs, demand), (start, days), policies, (seed, failures), (json, ledger)
+    )
+
+
 @ledger_app.command()
 def rebuild(cluster: ClusterFile = HERE, json: AsJson = False) -> None:
     """Make the database again from the facts alone."""
