@@ -66,12 +66,12 @@ def hold_peak(service: Service) -> Chooser:
 
 def _peak_counts(service: Service, caps: Sequence[int], lost: Sequence[int], start: int | None) -> list[int]:
     unit = service.gpus_per_replica
-    ramp = service.ramp // unit
     peak = -(-max([max(service.wanted(slot)) for slot in range(len(caps))]) // unit)
     counts, count = [], peak if start is None else start
     for slot, cap in enumerate(caps):
         if slot or start is not None:
-            count = min(max(peak, count - ramp - lost[slot]), count + ramp)
+            step = service.ramp_at(slot) // unit
+            count = min(max(peak, count - step - lost[slot]), count + step)
         count = min(count, cap)
         counts.append(count)
     return counts

@@ -279,7 +279,7 @@ class CellModel:
             whole = [r for r in layout.replicas(mask, unit) if not r & relaxation.out[0]]
             self._follow(service, 0, self._constant(sum(whole)), self._gpus_held(name, replicas[0], 0, unit))
         elif service.current is not None and first == 0:
-            model.add(unit * self._held(name, 0, replicas[0]) <= int(service.current) + service.ramp)  # type: ignore[arg-type]
+            model.add(unit * self._held(name, 0, replicas[0]) <= int(service.current) + service.ramp_at(0))  # type: ignore[arg-type]
         for slot in range(max(first, 1), min(last + 1, layout.horizon)):
             out = relaxation.out[slot]
             if slot - 1 in replicas:
@@ -306,20 +306,22 @@ class CellModel:
     def _hold_no_more(self, service: Service, slot: int, counts: list[cp_model.LinearExprT]) -> None:
         """More than is wanted is held only while the count falls, or rises, as fast as it may."""
         model, unit = self.model, service.gpus_per_replica
-        ramp, now = service.ramp // unit, counts[slot]
+        now = counts[slot]
         need = -(-max(service.wanted(slot)) // unit)
         reasons: list[Literal] = []
-        neighbours: list[cp_model.LinearExprT] = [counts[slot + 1]] if slot + 1 < len(counts) else []
+        neighbours: list[tuple[cp_model.LinearExprT, int]] = []
+        if slot + 1 < len(counts):
+            neighbours.append((counts[slot + 1], service.ramp))
         if slot:
-            neighbours.append(counts[slot - 1])
+            neighbours.append((counts[slot - 1], service.ramp))
         elif service.current is not None:
             held = service.current if isinstance(service.current, int) else len(service.current)
-            neighbours.append(held // unit)
+            neighbours.append((held // unit, service.ramp_at(0)))
         if isinstance(now, int) and now <= need:
             return
-        for neighbour in neighbours:
+        for neighbour, ramp in neighbours:
             reason = model.new_bool_var("")
-            model.add(neighbour - now >= ramp).only_enforce_if(reason)
+            model.add(neighbour - now >= ramp // unit).only_enforce_if(reason)
             reasons.append(reason)
         if isinstance(now, int):
             model.add_bool_or(reasons)
@@ -364,8 +366,8 @@ class CellModel:
         have = cp_model.LinearExpr.sum(list(now.values()))
         had = cp_model.LinearExpr.sum(list(before.values()))
         must = cp_model.LinearExpr.sum([v for gpu, v in before.items() if not committed >> gpu & 1])
-        model.add(have - had <= service.ramp)
-        model.add(must - have <= service.ramp)
+        model.add(have - had <= service.ramp_at(slot))
+        model.add(must - have <= service.ramp_at(slot))
 
     # Rules about who may use how much
 
@@ -445,7 +447,7 @@ class CellModel:
         """A service of which only the count is known falls faster than its ramp only for lack of GPUs."""
         relaxation, model = self.relaxation, self.model
         for service in relaxation.problem.services:
-            lowest = service.current - service.ramp if isinstance(service.current, int) else 0
+            lowest = service.current - service.ramp_at(0) if isinstance(service.current, int) else 0
             if lowest <= 0:
                 continue
             unit = service.gpus_per_replica

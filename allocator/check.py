@@ -344,23 +344,22 @@ def _check_service(board: _Board, service: Service, row: ServicePlan) -> None:
             gpu = _lowest(now & (board.busy[slot] | board.out[slot]))
             broken.append(f"{who}: GPU {gpu} is {why} at slot {slot}")
         board.busy[slot] |= now
+        ramp = service.ramp_at(slot)
         if before is not None:
             before = _alive(problem, before, board.out[slot], replica)
             if now & ~before and before & ~now:
                 broken.append(f"{who}: moves replicas to other GPUs at slot {slot}")
-            lowest = (before & ~board.fixed[slot]).bit_count() - service.ramp
+            lowest = (before & ~board.fixed[slot]).bit_count() - ramp
             count = before.bit_count()
         else:
-            lowest = (count or 0) - service.ramp
+            lowest = (count or 0) - ramp
             if slot == 0 and count is not None:
                 # Where only a count is known, and fewer GPUs are free than it says, it cannot be held to it.
                 idle = ((1 << total) - 1) & ~((board.busy[0] & ~now) | board.out[0])
                 if _whole_replicas(problem, idle, replica).bit_count() < count:
                     lowest = 0
-        if count is not None and not lowest <= len(gpus) <= count + service.ramp:
-            broken.append(
-                f"{who}: from {count} to {len(gpus)} GPUs at slot {slot}, its ramp is {service.ramp}"
-            )
+        if count is not None and not lowest <= len(gpus) <= count + ramp:
+            broken.append(f"{who}: from {count} to {len(gpus)} GPUs at slot {slot}, its ramp is {ramp}")
         before = now
         if abs(row.shortage[slot] - service.shortage(slot, len(gpus))) > _TOLERANCE:
             found = service.shortage(slot, len(gpus))
@@ -414,7 +413,8 @@ def _held_idle(board: _Board, service: Service, row: ServicePlan) -> int:
     idle = 0
     for slot, count in enumerate(counts):
         lower = count - service.gpus_per_replica
-        if lower >= max(service.wanted(slot)) and (before is None or abs(lower - before) <= service.ramp):
+        near = before is None or abs(lower - before) <= service.ramp_at(slot)
+        if lower >= max(service.wanted(slot)) and near:
             after = counts[slot + 1] if slot + 1 < len(counts) else lower
             idle += service.gpus_per_replica * (abs(after - lower) <= service.ramp)
         before = count

@@ -22,6 +22,7 @@ from time import perf_counter
 
 from allocator import baselines
 from allocator.frontier import LARGE
+from allocator.give_way import given_way
 from allocator.grid import Layout, Task, build_tasks
 from allocator.improve import improve
 from allocator.orders import LARGE_RECIPES, RECIPES, Recipe, arrange, ceiling
@@ -29,7 +30,8 @@ from allocator.packing import FIRST
 from allocator.problem import Problem, Service
 from allocator.realtime import Held, choose_counts, hold
 from allocator.schedule import Schedule, serve
-from allocator.stands import stands, ways
+from allocator.sooner import sooner
+from allocator.stands import stands, ways, ways_in
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ _DUST = 1e-9
 _NEAR = 0.99  # of what no packing exceeds: so near, the search costs more than it can gain
 _PLACINGS = 400  # jobs that all recipes together place at most, but ...
 _FEWEST = 5  # ... so many recipes in any case
+_LET_IN = 2  # jobs that services give way to in a large grid
 _LARGE_WORK = 120_000_000  # jobs × cells × recipes in a large grid
 
 
@@ -65,13 +68,12 @@ def plan_fast(problem: Problem, seed: int, iterations: int | None, time_limit: f
     short = may_pay or any(service.shortage for service in held)
     if best.objective < most - _DUST or short:
         if best.objective < _NEAR * most or short or iterations is not None:
-            best = _try_stands(best, won, price, until)
+            best = _let_in(_try_stands(best, won, price, until), until)
             steps = _default_steps(layout, tasks) if iterations is None else iterations
             best = improve(best, steps, Random(seed), until, adaptive=iterations is None)
             best = _meet_shortage(best)
         best = _not_below_baselines(best)
-    _move_up(best)
-    return best
+    return sooner(best)
 
 
 def _affordable(layout: Layout, tasks: list[Task]) -> Sequence[Recipe]:
@@ -132,6 +134,26 @@ def _try_stands(best: Schedule, won: Recipe, price: float, until: float | None) 
                 packed = _meet_shortage(packed)
                 if packed.objective > best.objective + _DUST:
                     best = packed
+    return best
+
+
+def _let_in(best: Schedule, until: float | None) -> Schedule:
+    """In a large grid, where packing all anew takes too long: one more job, with services elsewhere."""
+    if best.layout.gpus * best.layout.rows < LARGE or not any(service.cells for service in best.held):
+        return best
+    order = sorted(best.tasks, key=lambda task: -task.density)
+    for _ in range(_LET_IN):
+        for way in ways_in(best):
+            if until is not None and perf_counter() > until:
+                return best
+            made = given_way(best, *way)
+            if made is not None:
+                made.packing.fill(order, FIRST)
+                if made.objective > best.objective + _DUST:
+                    best = made
+                    break
+        else:
+            break
     return best
 
 
@@ -206,11 +228,3 @@ def _not_below_baselines(schedule: Schedule) -> Schedule:
         if other.objective > schedule.objective + _DUST:
             schedule = other
     return schedule
-
-
-def _move_up(schedule: Schedule) -> None:
-    """Start every job as early as all others allow, the most valuable first, until none can move."""
-    order = sorted(schedule.tasks, key=lambda task: -task.density)
-    while schedule.packing.advance(order):
-        pass
-    schedule.packing.fill(order, FIRST)

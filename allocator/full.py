@@ -24,7 +24,6 @@ from allocator.cells import Budget, CellModel
 from allocator.check import broken_rules
 from allocator.counts import solve_counts
 from allocator.grid import Layout
-from allocator.packing import FIRST
 from allocator.plan import Plan
 from allocator.problem import Problem
 from allocator.realtime import Held, hold
@@ -32,6 +31,7 @@ from allocator.rectangles import no_more, pack, spot_counts
 from allocator.relaxation import Relaxation
 from allocator.schedule import Schedule
 from allocator.search import Search
+from allocator.sooner import sooner
 from allocator.squeeze import squeeze
 from allocator.state import State, keeps_rules, schedule_of, state_of
 
@@ -43,7 +43,7 @@ _MOST_RECTANGLES = 250  # jobs that CP-SAT places at once
 _FIRST_STEPS = 1000  # of fast mode's local search, before all else
 _GRACE_SECONDS = 0.3  # for branch and bound to notice that it should stop
 _MOST_PLACES = 4000  # of a whole problem that is solved cell by cell
-_POLISH_ROUNDS = 12
+_POLISH_ROUNDS, _POLISH_EFFORT = 12, 60
 _MOST_TRIMS = 200  # ways of giving one replica back that are tried
 
 
@@ -206,22 +206,16 @@ class _Effort:
 
 
 def polished(relaxation: Relaxation, state: State) -> Plan:
-    """The plan of a state: services hold no more than they need, and jobs start as early as all others
-    allow."""
+    """The plan of a state: services hold no more than they need, and jobs start as early as they can."""
     from allocator.solver import finish
 
-    layout, schedule = relaxation.layout, schedule_of(relaxation, state)
-    order = sorted(relaxation.tasks, key=lambda task: -task.density)
+    schedule = schedule_of(relaxation, state)
     for _ in range(_POLISH_ROUNDS):
-        moved = False
-        while schedule.packing.advance(order):
-            moved = True
-        before = schedule.packing.gain
-        schedule.packing.fill(order, FIRST)
-        lean = _leaner(layout, schedule)
-        if lean is None and not moved and schedule.packing.gain == before:
+        schedule = sooner(schedule, _POLISH_EFFORT)
+        lean = _leaner(relaxation.layout, schedule)
+        if lean is None:
             break
-        schedule = lean or schedule
+        schedule = lean
     return finish(schedule, "full")
 
 

@@ -93,14 +93,14 @@ def _add_ramp(relaxation: Relaxation, service: Service, total: list[Ints]) -> No
         mask = sum(1 << gpu for gpu in service.current)
         alive = [r for r in relaxation.layout.replicas(mask, unit) if not r & relaxation.out[0]]
         kept = [r for r in alive if not r & ~relaxation.free[0]]
-        most = unit * len(kept) + (service.ramp if len(kept) == len(alive) else 0)
+        most = unit * len(kept) + (service.ramp_at(0) if len(kept) == len(alive) else 0)
         # What a running job took counts GPU by GPU, as the check does.
-        least = sum(r & relaxation.free[0] for r in alive).bit_count() - service.ramp
+        least = sum(r & relaxation.free[0] for r in alive).bit_count() - service.ramp_at(0)
         if first:
             relaxation.add(first, most)
             relaxation.add([(v, -weight) for v, weight in first], -max(0, least))
     elif service.current is not None and first:
-        relaxation.add(first, service.current + service.ramp)
+        relaxation.add(first, service.current + service.ramp_at(0))
 
 
 def _stay_in_classes(

@@ -73,7 +73,7 @@ def _add_start_rows(relaxation: Relaxation) -> None:
     """A service of which only the count is known falls faster than its ramp only for lack of GPUs."""
     room = relaxation.free[0].bit_count()
     for s in relaxation.services:
-        lowest = s.service.current - s.service.ramp if isinstance(s.service.current, int) else 0
+        lowest = s.service.current - s.service.ramp_at(0) if isinstance(s.service.current, int) else 0
         if lowest <= 0:
             continue
         unit = s.service.gpus_per_replica

@@ -244,6 +244,8 @@ class Service:
         current: the GPUs it holds now; a number when only the count is known; None when nothing is known and
             it may take any count in slot 0.
         gpus_per_replica: consecutive GPUs that one replica needs; the count is a multiple of it.
+        ramp_first: the ramp of slot 0, where the count has already changed within the slot that is under way
+            and less may follow; the usual ramp when absent.
     """
 
     service: str
@@ -254,6 +256,7 @@ class Service:
     shortage_penalty: float = 5
     current: tuple[int, ...] | int | None = None
     gpus_per_replica: int = 1
+    ramp_first: int | None = None
 
     def __post_init__(self) -> None:
         text(f"service {self.service!r}", "service", self.service)
@@ -267,6 +270,12 @@ class Service:
                 f"{who}: ramp: {self.ramp} is less than one replica; expected at least gpus_per_replica "
                 f"({self.gpus_per_replica}), or 0 to keep the count as it is"
             )
+        if self.ramp_first is not None:
+            whole(who, "ramp_first", self.ramp_first, 0)
+            if self.current is None:
+                raise ProblemError(
+                    f"{who}: ramp_first: {self.ramp_first} counts from current; expected current as well"
+                )
         if (self.demand is None) == (self.demand_quantiles is None):
             raise ProblemError(f"{who}: expected either demand or demand_quantiles")
         if self.demand is not None:
@@ -287,6 +296,10 @@ class Service:
     def penalty(self) -> float:
         """Cost of one missing GPU for one slot."""
         return self.priority * self.shortage_penalty
+
+    def ramp_at(self, slot: int) -> int:
+        """Most GPUs that its count changes by at the beginning of a slot."""
+        return self.ramp if slot or self.ramp_first is None else self.ramp_first
 
     def wanted(self, slot: int) -> tuple[int, ...]:
         """The equally likely demands of a slot: one number, or ten quantiles."""

@@ -95,7 +95,7 @@ _PROBLEM_KEYS = frozenset(
 _NODE_KEYS = frozenset(("name", "gpus", "gpu", "domain"))
 _SERVICE_KEYS = frozenset(
     {"service", "demand", "demand_quantiles", "ramp", "priority", "shortage_penalty", "current"}
-    | {"gpus_per_replica"}
+    | {"gpus_per_replica", "ramp_first"}
 )
 _JOB_KEYS = frozenset(
     {"id", "kind", "gpus", "slots", "choices", "priority", "value", "release", "deadline", "tenant"}
@@ -209,6 +209,7 @@ def _service_dict(service: Service) -> dict[str, Any]:
         shortage_penalty=service.shortage_penalty,
         current=list(current) if isinstance(current, tuple) else current,
         gpus_per_replica=service.gpus_per_replica,
+        ramp_first=service.ramp_first,
     )
 
 

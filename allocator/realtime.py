@@ -89,7 +89,22 @@ def hold_counts(
     return held
 
 
-def _hold(layout: Layout, service: Service, rows: list[int], choose: Chooser, prefer: Sequence[int]) -> Held:
+def hold_same(layout: Layout, free: int, held: Held) -> Held | None:
+    """As many GPUs in each slot as before, among other free cells; None when that cannot be."""
+    rows = [(free >> (slot * layout.gpus)) & layout.row for slot in range(layout.horizon)]
+    counts = [count // held.service.gpus_per_replica for count in held.counts]
+    same = _hold(layout, held.service, rows, lambda *_: counts, (), rounds=1)
+    return same if same.allowed and same.counts == held.counts else None
+
+
+def _hold(
+    layout: Layout,
+    service: Service,
+    rows: list[int],
+    choose: Chooser,
+    prefer: Sequence[int],
+    rounds: int = _ROUNDS,
+) -> Held:
     """Choose counts for these free GPUs of each slot until they can be held."""
     slots, replica, stride, row = layout.horizon, service.gpus_per_replica, layout.gpus, layout.row
     whole = layout.free == layout.all
@@ -105,7 +120,7 @@ def _hold(layout: Layout, service: Service, rows: list[int], choose: Chooser, pr
         for slot in range(1, slots):
             if gone := reach[slot - 1] & ~reach[slot]:
                 lost[slot] = -(-gone.bit_count() // replica)
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         counts = choose(caps, lost, begin.count)
         held, slot, losses, allowed = _give(layout, service, rows, (reach, out), counts, begin, prefer)
         if slot < 0:
@@ -154,10 +169,10 @@ def choose_counts(
         start: replicas held before slot 0, or None when any count may begin.
     """
     unit = service.gpus_per_replica
-    ramp = service.ramp // unit
+    ramp, first_ramp = service.ramp // unit, service.ramp_at(0) // unit
     if price == 0 and service.penalty:
         highest = service.demand or [max(row) for row in service.demand_quantiles or ()]
-        counts = _envelope(highest, unit, ramp, caps, start)
+        counts = _envelope(highest, unit, (first_ramp, ramp), caps, start)
         if counts is not None:
             return counts
     most = max([-(-max(service.wanted(slot)) // unit) for slot in range(len(caps))], default=0)
@@ -182,7 +197,8 @@ def choose_counts(
             best = cost
             if start is not None:
                 for count in range(most + 1):
-                    best[count] += 1e3 * wall * max(count - start - ramp, start - lost[0] - ramp - count, 0)
+                    far = max(count - start - first_ramp, start - lost[0] - first_ramp - count, 0)
+                    best[count] += 1e3 * wall * far
         trail.append(best.index(min(best)))
     counts = [0] * len(caps)
     count = trail[-1]
@@ -195,14 +211,15 @@ def choose_counts(
 
 
 def _envelope(
-    demand: Sequence[int], unit: int, ramp: int, caps: Sequence[int], start: int | None
+    demand: Sequence[int], unit: int, ramps: tuple[int, int], caps: Sequence[int], start: int | None
 ) -> list[int] | None:
     """The lowest counts that meet all demand within the ramp; None when caps or the start do not let them.
 
     What ``choose_counts`` finds at price 0, in two sweeps, for the common case.
     """
     counts = list(demand) if unit == 1 else [-(-want // unit) for want in demand]
-    floor = 0 if start is None else start
+    first_ramp, ramp = ramps
+    floor = 0 if start is None else start + ramp - first_ramp
     for slot, want in enumerate(counts):
         floor -= ramp
         if floor < want:
@@ -212,7 +229,7 @@ def _envelope(
     for slot in range(len(counts) - 2, -1, -1):
         if counts[slot] < counts[slot + 1] - ramp:
             counts[slot] = counts[slot + 1] - ramp
-    if start is not None and counts[0] > start + ramp:
+    if start is not None and counts[0] > start + first_ramp:
         return None
     return None if any(map(gt, counts, caps)) else counts
 
@@ -281,7 +298,7 @@ def _give(
         the mask of each slot; the first slot whose count was not reached (or -1), and the replicas that
         running jobs and holes took there; whether the count never fell by more than that and the ramp.
     """
-    unit, ramp = service.gpus_per_replica, service.ramp // service.gpus_per_replica
+    unit, ramp = service.gpus_per_replica, service.ramp_at(0) // service.gpus_per_replica
     reach, out = physical
     stack = begin.held[::-1]  # lowest-numbered last: it goes first
     mask = sum(stack)
@@ -311,7 +328,7 @@ def _give(
             missed, losses = slot, lost
         if base is not None and len(stack) < base - ramp and (slot or not guessed):
             allowed = False
-        base = len(stack)
+        base, ramp = len(stack), service.ramp // unit
     return held, missed, losses, allowed
 
 

@@ -75,7 +75,6 @@ def pack(
 def no_more(service: Service, counts: list[int]) -> list[int]:
     """The counts of replicas, less those that neither the demand nor the ramp needs."""
     unit, counts = service.gpus_per_replica, list(counts)
-    ramp = service.ramp // unit
     before: int | None = None
     if service.current is not None:
         before = (service.current if isinstance(service.current, int) else len(service.current)) // unit
@@ -86,7 +85,8 @@ def no_more(service: Service, counts: list[int]) -> list[int]:
             last = counts[slot - 1] if slot else before
             after = counts[slot + 1] if slot + 1 < len(counts) else count - 1
             idle = (count - 1) * unit >= max(service.wanted(slot)) and count > 0
-            if idle and (last is None or abs(count - 1 - last) <= ramp) and abs(after - count + 1) <= ramp:
+            near = last is None or abs(count - 1 - last) <= service.ramp_at(slot) // unit
+            if idle and near and abs(after - count + 1) <= service.ramp // unit:
                 counts[slot] -= 1
                 changed = True
     return counts

@@ -6,14 +6,17 @@ stand keeps a block of cells clear of all services. They then use what is left i
 a few GPUs for a while, and jobs are packed in the clear block. What a stand is worth shows only when jobs
 are packed around it, so several are tried: blocks for the whole horizon, as wide as a large job or as all
 that the peak leaves, at either end of the cluster or inside it; then the places where valuable jobs that
-are still out would take least from services, as with a narrow burst in the way of a long wide job.
+are still out would take least from services, as with a narrow burst in the way of a long wide job, or with a
+service that stands over two nodes where one would do.
 
-The invariant: a stand never takes away a GPU that a service holds now. The cost of the choice: the jobs
-that a place is cleared for are looked at one by one.
+The invariant: blocks for the whole horizon leave a service what it holds now; only a job that is worth more
+than what that costs takes it away. The cost of the choice: the jobs that a place is cleared for are looked
+at one by one.
 """
 
 from __future__ import annotations
 
+from allocator.give_way import cheapest_block, clear_from, earnings, lacks, over, spare_gpus
 from allocator.grid import Layout, Option, Task
 from allocator.packing import places
 from allocator.realtime import Held
@@ -23,7 +26,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_MOVED = 0.2  # of a missing GPU, what one that a service has to take elsewhere counts
+_STARTS = 3  # of such a job that are looked at until services can have left in time
 _WAYS = 3  # options of jobs that are out that a place is cleared for
 
 
@@ -80,47 +83,45 @@ def stands(layout: Layout, tasks: list[Task], held: list[Held]) -> Iterator[Stan
 def ways(schedule: Schedule) -> Iterator[Stand]:
     """For the most valuable jobs that are out: the place where services would lack least, and what stands
     there is worth least."""
+    for _, _, _, block in ways_in(schedule):
+        yield Stand(block, 0)
+
+
+def ways_in(schedule: Schedule) -> Iterator[tuple[Task, Option, int, int]]:
+    """The same places: job, option, start and cells."""
     layout, packing, held = schedule.layout, schedule.packing, schedule.held
     stride, row = layout.gpus, layout.row
-    penalty = min([service.service.penalty for service in held if service.cells], default=0.0)
-    kept = _kept(layout)
-    spare = []
-    for slot in range(layout.horizon):
-        free = ((layout.free >> (slot * stride)) & row).bit_count()
-        spare.append(free - sum([service.counts[slot] for service in held]))
-    out = [task for task in schedule.tasks if not packing.cells[task.index] and not task.options[0].gang]
+    taken = 0
+    for service in held:
+        taken |= service.cells
+    spare = spare_gpus(layout, layout.free & ~taken)
+    out = [task for task in schedule.tasks if not packing.cells[task.index]]
     seen: set[Option] = set()
     for task in sorted(out, key=lambda task: -task.worth):
         for option in task.options:
             if option in seen:
                 continue
             seen.add(option)
-            where = places(option, layout.free & ~kept)
-            lack = [penalty * max(0, option.gpus - left) for left in spare]
-            costs = []
-            for start in range(option.first, option.last + 1):
-                if (where >> (start * stride)) & row:
-                    costs.append((sum(lack[start : start + option.slots]), start))
-            if costs and min(costs)[0] < task.worth:
-                start = min(costs)[1]
-                yield Stand(_least_in_way(schedule, option, start, (where >> (start * stride)) & row), 0)
+            where = places(option, layout.free)
+            costs = over(lacks(layout, held, spare, option.gpus), option.slots)
+            earned = earnings(layout, task, option)
+            starts = [
+                (costs[start] - earned[start], start)
+                for start in range(option.first, option.last + 1)
+                if costs[start] < earned[start] and (where >> (start * stride)) & row
+            ]
+            for _ in range(_STARTS):
+                if not starts:
+                    break
+                start = min(starts)[1]
+                block = cheapest_block(schedule, option, start, (where >> (start * stride)) & row)
+                soonest = clear_from(layout, block >> (start * stride) & row)
+                if block and soonest <= start:
+                    yield task, option, start, block
+                    break
+                starts = [entry for entry in starts if entry[1] >= soonest and entry[1] != start]
             if len(seen) == _WAYS:
                 return
-
-
-def _least_in_way(schedule: Schedule, option: Option, start: int, positions: int) -> int:
-    """Of the blocks in a slot, the one with the least worth of jobs in it, and of services in part."""
-    cells, least, chosen = schedule.packing.cells, -1.0, 0
-    while positions:
-        first = positions & -positions
-        positions ^= first
-        block = option.shape * first << (start * schedule.layout.gpus)
-        loss = sum([task.worth for task in schedule.tasks if cells[task.index] & block])
-        for service in schedule.held:
-            loss += _MOVED * service.service.penalty * (service.cells & block).bit_count()
-        if least < 0 or loss < least:
-            least, chosen = loss, block
-    return chosen
 
 
 def _kept(layout: Layout) -> int:

@@ -23,6 +23,11 @@ from tasks.serving import Held, target
 
 # Facts that make a plan out of date: what was asked, what ended, which node came or went.
 CONSIDERED = "SELECT count(*) AS count FROM facts WHERE kind IN ('spec', 'cancel', 'outcome', 'node')"
+# What services had by the commitments of a time.
+SERVED = (
+    "SELECT service, sum(len(gpus))::INTEGER AS gpus FROM (FROM serving WHERE from_at <= ? "
+    "QUALIFY rank() OVER (PARTITION BY service ORDER BY instant DESC, from_at DESC) = 1) GROUP BY service"
+)
 BASELINES = ("fifo", "backfill", "greedy")
 LEARNT_FROM = 10_000  # runs from which durations are estimated, the latest
 RETRIED = ("failed", "crashed", "stopped")  # states after which a job may go on where it was
@@ -110,8 +115,8 @@ class Durations(Protocol):
 @dataclass(frozen=True)
 class State:
     """What a plan needs to know: queued jobs (rows of the view `jobs`) in the order of the queue, live
-    attempts (of `holders`), how long jobs take, what services were last seen to want, and what they hold by
-    node.
+    attempts (of `holders`), how long jobs take, what services were last seen to want, what they hold by node,
+    and how many GPUs they had one slot ago.
     """
 
     queued: list[dict[str, Any]]
@@ -119,6 +124,7 @@ class State:
     estimates: Durations
     observed: Mapping[str, float]
     targets: Mapping[str, Held]
+    before: Mapping[str, int]
     considered: int
 
     @property
@@ -139,10 +145,12 @@ def read_state(site: Site, at: datetime) -> State:
         observed = ledger.rows(
             connection, "SELECT service, arg_max(gpus, ts) AS gpus FROM demand GROUP BY ALL"
         )
+        served = ledger.rows(connection, SERVED, [at - site.slot])
         considered = ledger.rows(connection, CONSIDERED)[0]["count"]
     demand = {row["service"]: row["gpus"] for row in observed}
     targets = {each.name: target(site.storage, each.name).gpus for each in site.cluster.services}
-    return State(queued, attempts, estimates(past), demand, targets, considered)
+    before = {row["service"]: row["gpus"] for row in served}
+    return State(queued, attempts, estimates(past), demand, targets, before, considered)
 
 
 def build_problem(
@@ -278,20 +286,25 @@ def _service(
         math.ceil(state.observed.get(service.name, 0.0) / service.gpus_per_replica) * service.gpus_per_replica
     )
     rows = [[max(count, seen) for count in rows[0]], *rows[1:]]
+    told = state.targets.get(service.name, {})
     current = sorted(
         numbers[node, gpu]
-        for node, gpus in state.targets.get(service.name, {}).items()
+        for node, gpus in told.items()
         for gpu in gpus
         if (node, gpu) in numbers and numbers[node, gpu] not in busy
     )
     per_slot = math.ceil(service.ramp_per_hour * site.cluster.slot_minutes / 60)
+    ramp = max(per_slot, service.gpus_per_replica)
+    changed = abs(sum(map(len, told.values())) - state.before.get(service.name, 0))
     return allocator.Service(
         service=service.name,
-        ramp=max(per_slot, service.gpus_per_replica),
+        ramp=ramp,
         demand_quantiles=tuple(tuple(row) for row in rows),
         priority=service.priority,
         # Values are in priority × GPU-hours here, so what a GPU lacks for one slot is counted in hours too.
         shortage_penalty=service.shortage_penalty * site.cluster.slot_minutes / 60,
         current=tuple(current),
         gpus_per_replica=service.gpus_per_replica,
+        # A slot's ramp is not to be had once more by each replan in it.
+        ramp_first=max(ramp - changed, 0) if changed else None,
     )

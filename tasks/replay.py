@@ -245,6 +245,7 @@ class _Course:
             self.work.durations,
             {} if self.policy.knows else self.seen,
             {name: self.cluster.by_node(held) for name, held in self.cluster.held.items()},
+            {name: self.cluster.held_at(name, self.cluster.now - self.slot_s) for name in self.cluster.held},
             facts,
         )
         forecasts = {

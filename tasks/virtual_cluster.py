@@ -46,6 +46,7 @@ class VirtualCluster:
         self.lost: set[str] = set()
         self.targets: dict[str, tuple[int, ...]] = dict.fromkeys(demand, ())
         self.held: dict[str, tuple[int, ...]] = dict.fromkeys(demand, ())
+        self.history: dict[str, list[tuple[float, int]]] = {name: [(0.0, 0)] for name in demand}
         self.totals = Totals(
             wanted=dict.fromkeys(demand, 0.0),
             served=dict.fromkeys(demand, 0.0),
@@ -113,6 +114,10 @@ class VirtualCluster:
             for gpu, (node, _) in enumerate(self.places)
         )
 
+    def held_at(self, service: str, at: float) -> int:
+        """How many GPUs a service held at a time; none before the window."""
+        return next((count for when, count in reversed(self.history[service]) if when <= at), 0)
+
     def by_node(self, gpus: Iterable[int]) -> dict[str, frozenset[int]]:
         """GPUs as the live loop's targets say them."""
         nodes: dict[str, set[int]] = {}
@@ -131,6 +136,8 @@ class VirtualCluster:
                 if self.job_on[gpu] is None and gpu not in taken and self.places[gpu][0] not in self.lost
             )
             taken.update(self.held[name])
+            if self.history[name][-1][1] != len(self.held[name]):
+                self.history[name].append((self.now, len(self.held[name])))
 
     def _holders(self, gpus: Sequence[int]) -> str:
         services = {gpu: name for name, held in self.held.items() for gpu in held}

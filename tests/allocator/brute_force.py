@@ -225,6 +225,8 @@ def tiny_problem(seed: int) -> Problem:
             service["demand"] = [rng.randint(0, 2) for _ in range(slots)]
         if rng.random() < 0.4:
             service["current"] = [total - 1]
+            if rng.random() < 0.3:
+                service["ramp_first"] = 0
         data["realtime"] = [service]
     data["jobs"] = jobs
     return Problem.from_dict(data)

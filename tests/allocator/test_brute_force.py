@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from allocator import Problem, solve
+from allocator import Plan, Problem, solve
 from allocator.bound import upper_bound
 from allocator.check import check, slack
 from tests.allocator.brute_force import best_objective, tiny_problem
@@ -15,6 +15,11 @@ SEEDS = range(60)
 @cache
 def optimum(seed: int) -> float:
     return best_objective(tiny_problem(seed))
+
+
+@cache
+def full_plan(seed: int) -> Plan:
+    return solve(tiny_problem(seed), "full", time_limit=20)
 
 
 def problem_of(**data: object) -> Problem:
@@ -43,9 +48,8 @@ def test_trying_everything_keeps_a_service_on_its_gpus() -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_full_mode_finds_the_best_plan_of_a_tiny_problem(seed: int) -> None:
-    problem = tiny_problem(seed)
-    plan = solve(problem, "full", time_limit=20)
-    assert check(problem, plan) == []
+    plan = full_plan(seed)
+    assert check(tiny_problem(seed), plan) == []
     assert plan.objective == pytest.approx(optimum(seed), abs=1e-6)
 
 
@@ -56,12 +60,10 @@ def test_the_bound_is_never_below_the_best_plan(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_full_mode_proves_what_it_finds_on_tiny_problems(seed: int) -> None:
-    plan = solve(tiny_problem(seed), "full", time_limit=20)
-    assert plan.gap_percent == 0
+    assert full_plan(seed).gap_percent == 0
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_nothing_in_a_full_plan_could_start_earlier_or_be_given_back(seed: int) -> None:
-    problem = tiny_problem(seed)
-    found = slack(problem, solve(problem, "full", time_limit=20))
+    found = slack(tiny_problem(seed), full_plan(seed))
     assert (found.postponed, found.held_idle) == (0, 0)

@@ -198,6 +198,16 @@ SERVICE_RULES: dict[str, tuple[dict[str, Any], list[tuple[int, ...]], str | None
         [(3, 4, 5, 6, 7)] + [(4, 5, 6, 7)] * 5,
         "from 1 to 5 GPUs at slot 0",
     ),
+    "starts at what is left of the ramp": (
+        {"current": [4], "ramp_first": 1},
+        [(4, 5, 6)] * 6,
+        "from 1 to 3 GPUs at slot 0, its ramp is 1",
+    ),
+    "has its whole ramp again in slot 1": (
+        {"current": [4], "ramp_first": 0},
+        [(4,), (4, 5, 6), *[(4, 5, 6, 7)] * 4],
+        None,
+    ),
     "starts at the ramp from a count": ({"current": 1}, [(4, 5, 6, 7)] * 6, "from 1 to 4 GPUs at slot 0"),
     "leaves its current": ({"current": [7]}, [(6,)] * 6, "moves replicas to other GPUs at slot 0"),
     "replaces a failed GPU": ({"hole": 7}, [(7,), (6,), (6,), (6,), (6,), (6,)], None),

@@ -86,6 +86,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"realtime": [{"service": "chat", "ramp": 1, "demand_quantiles": [[2] + [1] * 9] * 4}]},
         "expected counts that do not fall",
     ),
+    "negative ramp of the first slot": (
+        {"realtime": [service(current=[1], ramp_first=-1)]},
+        "service chat: ramp_first: -1; expected a whole number of 0 or more",
+    ),
+    "a ramp of the first slot from nothing known": (
+        {"realtime": [service(ramp_first=1)]},
+        "service chat: ramp_first: 1 counts from current; expected current as well",
+    ),
     "ramp below a replica": (
         {"realtime": [service(ramp=1, gpus_per_replica=2)]},
         "service chat: ramp: 1 is less",
@@ -139,7 +147,7 @@ EVERYDAY: dict[str, dict[str, Any]] = {
     "a type that no node has": {"jobs": [job(gpu_types=["H100"])]},
     "a service on a running job's GPU": {
         "jobs": [job(running={"start": -1, "gpus": [0, 1]})],
-        "realtime": [service(current=[1, 2])],
+        "realtime": [service(current=[1, 2], ramp_first=1)],
     },
     "a start committed for later": {"jobs": [job(running={"start": 2, "gpus": [0, 1]})]},
     "nothing to do": {},

@@ -72,6 +72,8 @@ def problems(draw: st.DrawFn) -> Problem:
         now = draw(st.sets(st.integers(0, total - 1), max_size=4)) - held
         held |= now
         service["current"] = draw(st.sampled_from([None, sorted(now), len(now)]))
+        if service["current"] is not None:
+            service["ramp_first"] = draw(st.sampled_from([None, None, 0, 1, 4]))
         services.append(service)
     holes = [
         {"gpus": sorted(draw(st.sets(st.integers(0, total - 1), min_size=1))), "from": start, "to": start + 3}
@@ -119,8 +121,32 @@ def test_every_mode_keeps_every_rule_and_fast_is_never_below_a_baseline(problem:
 
 @quick
 @given(problems())
-def test_no_job_of_a_fast_plan_could_start_earlier(problem: Problem) -> None:
-    assert slack(problem, solve(problem)).postponed == 0
+def test_in_a_fast_plan_no_job_could_start_earlier_and_no_service_holds_idle_gpus(problem: Problem) -> None:
+    found = slack(problem, solve(problem))
+    assert (found.postponed, found.held_idle) == (0, 0)
+
+
+def full_mode_keeps_its_promises(problem: Problem) -> None:
+    fast, plan = solve(problem), solve(problem, "full", time_limit=2)
+    assert check(problem, plan) == []
+    assert plan.bound is not None and plan.bound >= plan.objective >= fast.objective - 1e-6
+    found = slack(problem, plan)
+    assert (found.postponed, found.held_idle) == (0, 0)
+
+
+@settings(quick, max_examples=20)
+@given(problems())
+def test_full_mode_keeps_every_rule_and_is_never_below_fast_mode_nor_above_its_bound(
+    problem: Problem,
+) -> None:
+    full_mode_keeps_its_promises(problem)
+
+
+@pytest.mark.long
+@settings(quick, max_examples=400)
+@given(problems())
+def test_full_mode_keeps_every_rule_on_many_problems(problem: Problem) -> None:
+    full_mode_keeps_its_promises(problem)
 
 
 @quick

@@ -25,6 +25,14 @@ COUNTS: dict[str, tuple[list[int], list[int]]] = {
     "rises before and falls after a burst": (counts([0, 0, 0, 5, 0, 0, 0], 2), [0, 1, 3, 5, 3, 1, 0]),
     "follows what the ramp reaches from its start": (counts([4, 4, 4], 2, start=0), [2, 4, 4]),
     "falls no faster than the ramp from its start": (counts([0, 0, 0], 2, start=5), [3, 1, 0]),
+    "rises by what is left of the ramp at first": (
+        counts([4, 4, 4], 2, start=0, ramp_first=1, current=0),
+        [1, 3, 4],
+    ),
+    "falls by what is left of the ramp at first": (
+        counts([0, 0, 0], 2, start=5, ramp_first=0, current=5),
+        [5, 3, 1],
+    ),
     "holds whole replicas": (counts([1, 3, 4], 4, gpus_per_replica=2), [1, 2, 2]),
     "does not follow a burst that costs more than it is worth": (
         counts([0, 0, 0, 6, 0, 0, 0], 1, price=1.5),
@@ -40,15 +48,20 @@ def test_the_counts_of_a_service(found: list[int], expected: list[int]) -> None:
 
 
 @pytest.mark.parametrize("price", [0.3, 1.0, 2.5, 4.9])
-@pytest.mark.parametrize("start", [None, 0, 3])
-def test_the_counts_are_the_cheapest_of_all_that_the_ramp_allows(price: float, start: int | None) -> None:
+@pytest.mark.parametrize(("start", "first"), [(None, None), (0, None), (3, None), (0, 1), (3, 0)])
+def test_the_counts_are_the_cheapest_of_all_that_the_ramp_allows(
+    price: float, start: int | None, first: int | None
+) -> None:
     demand, ramp = [0, 3, 1, 4], 2
-    service = Service("chat", ramp, tuple(demand), priority=1, shortage_penalty=5)
+    service = Service(
+        "chat", ramp, tuple(demand), priority=1, shortage_penalty=5, current=start, ramp_first=first
+    )
+    near = ramp if first is None else first
 
     def cost(path: tuple[int, ...]) -> float:
         return sum(5 * max(0, d - n) + price * n for d, n in zip(demand, path, strict=True))
 
-    paths: list[tuple[int, ...]] = [(n,) for n in range(5) if start is None or abs(n - start) <= ramp]
+    paths: list[tuple[int, ...]] = [(n,) for n in range(5) if start is None or abs(n - start) <= near]
     for _ in demand[1:]:
         paths = [(*path, n) for path in paths for n in range(5) if abs(n - path[-1]) <= ramp]
     found = choose_counts(service, price, [9] * 4, [0] * 4, start)

@@ -102,6 +102,19 @@ def test_an_hour_late_in_its_slot_leaves_alone_what_a_replan_committed_in_it(tmp
     assert starts["short"] >= HOUR + 33 * MINUTE  # the GPUs are promised, though the slot began before
 
 
+def test_replans_within_a_slot_share_its_ramp(tmp_path: Path) -> None:
+    chat = {**CHAT, "expected_gpus": 5, "ramp_per_hour": 12}  # 2 GPUs in a slot of 10 minutes
+    site, runs = make_site(tmp_path, services=[chat], full_mode_seconds=0), Runs()
+    counts = []
+    for minute, job in ((0, "a"), (3, "b"), (6, "c"), (10, "d")):
+        at = HOUR + minute * MINUTE
+        answer(site, at)
+        submit(site, job, priority=1)  # something that makes the plan out of date
+        assert plan_hour(site, at, runs, "replan" if minute else "hourly").planned
+        counts.append(sum(map(len, target(site.storage, "chat").gpus.values())))
+    assert counts == [2, 2, 2, 4]
+
+
 def test_a_job_without_a_place_is_told_who_has_it(tmp_path: Path) -> None:
     site, runs = make_site(tmp_path, full_mode_seconds=0, plan_slots=6), Runs()
     answer(site, HOUR)
