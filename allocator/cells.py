@@ -24,6 +24,7 @@ from allocator.state import State, bits
 _FINE = 10**5  # parts of a unit of worth, when there is no smaller scale
 
 Literal = cp_model.IntVar
+Count = cp_model.LinearExpr | int
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,13 +304,13 @@ class CellModel:
             for slot in range(max(first - 1, 0), min(last + 1, layout.horizon)):
                 self._hold_no_more(service, slot, counts)
 
-    def _hold_no_more(self, service: Service, slot: int, counts: list[cp_model.LinearExprT]) -> None:
+    def _hold_no_more(self, service: Service, slot: int, counts: list[Count]) -> None:
         """More than is wanted is held only while the count falls, or rises, as fast as it may."""
         model, unit = self.model, service.gpus_per_replica
         now = counts[slot]
         need = -(-max(service.wanted(slot)) // unit)
         reasons: list[Literal] = []
-        neighbours: list[tuple[cp_model.LinearExprT, int]] = []
+        neighbours: list[tuple[Count, int]] = []
         if slot + 1 < len(counts):
             neighbours.append((counts[slot + 1], service.ramp))
         if slot:
@@ -328,7 +329,7 @@ class CellModel:
         else:
             model.add(now <= need).only_enforce_if([~reason for reason in reasons])
 
-    def _held(self, name: str, slot: int, begins: list[int]) -> cp_model.LinearExprT:
+    def _held(self, name: str, slot: int, begins: list[int]) -> Count:
         return cp_model.LinearExpr.sum([self.holds[name, slot, begin] for begin in begins])
 
     def _constant(self, mask: int) -> dict[int, Literal]:
@@ -412,7 +413,7 @@ class CellModel:
                 mine = [(v, g) for v, at, g in active if relaxation.tenant_of(at) == tenant]
                 unused[tenant] = model.new_int_var(0, held, "")
                 model.add(unused[tenant] + sum(g * v for v, g in mine) >= held - own)
-            used = sum(g for _, g in fixed) + sum(g * v for v, _, g in active) + self._services_hold(slot)  # type: ignore[operator]
+            used = sum(g for _, g in fixed) + sum(g * v for v, _, g in active) + self._services_hold(slot)
             room = relaxation.free[slot].bit_count()
             users = {relaxation.tenant_of(at) for at, _ in fixed} | {
                 relaxation.tenant_of(at) for _, at, _ in active
@@ -422,15 +423,15 @@ class CellModel:
                 if not others:
                     continue
                 at_work = model.new_bool_var("")
-                model.add(used + sum(others) <= room).only_enforce_if(at_work)  # type: ignore[operator]
+                model.add(used + sum(others) <= room).only_enforce_if(at_work)
                 for v, at, _ in active:
                     if relaxation.tenant_of(at) == user:
                         model.add_implication(v, at_work)
                 if any(relaxation.tenant_of(at) == user for at, _ in fixed):
                     model.add(at_work == 1)
 
-    def _services_hold(self, slot: int) -> cp_model.LinearExprT:
-        total: cp_model.LinearExprT = 0
+    def _services_hold(self, slot: int) -> Count:
+        total: Count = 0
         if slot < self.relaxation.layout.horizon:
             for service in self.relaxation.problem.services:
                 first, last = self.open_slots.get(service.service, (0, 0))
@@ -438,7 +439,7 @@ class CellModel:
                     holds = [
                         v for (name, t, _), v in self.holds.items() if name == service.service and t == slot
                     ]
-                    total += service.gpus_per_replica * cp_model.LinearExpr.sum(holds)  # type: ignore[operator]
+                    total += service.gpus_per_replica * cp_model.LinearExpr.sum(holds)
                 else:
                     total += self.state.held[service.service][slot].bit_count()
         return total
@@ -464,4 +465,4 @@ class CellModel:
             if unit == 1:
                 used = sum(g * v for v, _, g in self._active(0)) + sum(g for _, g in self._fixed_use(0))
                 full = relaxation.free[0].bit_count()
-                model.add(used + self._services_hold(0) >= full).only_enforce_if(lack)  # type: ignore[operator]
+                model.add(used + self._services_hold(0) >= full).only_enforce_if(lack)

@@ -45,7 +45,8 @@ _DUST = 1e-9
 _NEAR = 0.99  # of what no packing exceeds: so near, the search costs more than it can gain
 _PLACINGS = 400  # jobs that all recipes together place at most, but ...
 _FEWEST = 5  # ... so many recipes in any case
-_LET_IN = 2  # jobs that services give way to in a large grid
+_LET_IN = 6  # places tried for jobs that services give way to in a large grid, or as many as ...
+_LET_IN_WORK = 30_000_000  # ... jobs × cells × places leave time for
 _LARGE_WORK = 120_000_000  # jobs × cells × recipes in a large grid
 
 
@@ -142,9 +143,11 @@ def _let_in(best: Schedule, until: float | None) -> Schedule:
     if best.layout.gpus * best.layout.rows < LARGE or not any(service.cells for service in best.held):
         return best
     order = sorted(best.tasks, key=lambda task: -task.density)
-    for _ in range(_LET_IN):
+    left = min(_LET_IN, _LET_IN_WORK // (len(order) * best.layout.gpus * best.layout.rows))
+    while left > 0:
         for way in ways_in(best):
-            if until is not None and perf_counter() > until:
+            left -= 1
+            if left < 0 or (until is not None and perf_counter() > until):
                 return best
             made = given_way(best, *way)
             if made is not None:

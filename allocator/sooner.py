@@ -28,7 +28,8 @@ _PLACES = 3  # that are tried for a job
 _EFFORT = 1  # places tried in all; ...
 _HARD = 2  # ... one for which a service has to choose how many to hold counts as so many
 _USUAL = 2_000  # cells of a grid of usual size; in a larger one ...
-_MORE = 20  # ... so many times the effort
+_MORE = 20  # ... so many times the effort, or what jobs × cells leave time for
+_MOST_WORK = 40_000_000  # jobs × cells × effort
 
 
 def sooner(schedule: Schedule, effort: int | None = None) -> Schedule:
@@ -40,16 +41,18 @@ def sooner(schedule: Schedule, effort: int | None = None) -> Schedule:
     layout = schedule.layout
     order = sorted(schedule.tasks, key=lambda task: -task.density)
     _move_up(schedule, order)
+    work = len(order) * layout.gpus * layout.rows
     late = _lateness(schedule)
-    if late:
+    if late and work <= _MOST_WORK:
         anew = Schedule(layout, schedule.tasks, schedule.held)
         anew.packing.fill([task for task in order if schedule.packing.cells[task.index]], HIGH)
         if anew.packing.gain >= schedule.packing.gain - _DUST and _lateness(anew) < late:
             schedule = anew
             _move_up(schedule, order)
     if effort is None:
-        effort = _EFFORT * (_MORE if layout.gpus * layout.rows > _USUAL else 1)
-    if not late or not any(held.cells for held in schedule.held):
+        more = _MORE if layout.gpus * layout.rows > _USUAL else 1
+        effort = min(_EFFORT * more, _MOST_WORK // max(work, 1))
+    if not effort or not late or not any(held.cells for held in schedule.held):
         return schedule
     for task in _latest(schedule)[:_JOBS]:
         moved, spent = _past_services(schedule, task, effort)
