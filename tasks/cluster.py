@@ -60,18 +60,51 @@ class Target(Strict):
     webhook: str | None = None
 
 
+class Latency(Strict):
+    """What a service promises, from which its GPUs follow by queueing theory (`sizing`).
+
+    `share` of the requests are answered within `target_s`; one takes `service_s` on average, as measured when
+    a replica works on `at_once` requests at the same time.
+    """
+
+    target_s: Positive
+    service_s: Positive
+    at_once: Annotated[int, Field(ge=1)] = 1
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.95
+
+    @model_validator(mode="after")
+    def _reachable(self) -> Self:
+        if self.target_s < self.service_s:
+            raise ValueError(
+                f"target_s: {self.target_s:g} is below service_s: {self.service_s:g}; expected more"
+            )
+        return self
+
+
 class Service(Strict):
-    """A real-time service. `ramp_per_hour` is in GPUs, `shortage_penalty` in multiples of batch work."""
+    """A real-time service. `ramp_per_hour` is in GPUs, `shortage_penalty` in multiples of batch work.
+
+    Requests become GPUs by `requests_per_gpu_hour`, or by `latency`.
+    """
 
     name: Name
     demand: DemandSource
     requests_per_gpu_hour: Positive = 1.0
+    latency: Latency | None = None
     expected_gpus: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     ramp_per_hour: Positive
     priority: Positive
     shortage_penalty: Positive = 8.0
     gpus_per_replica: Annotated[int, Field(ge=1)] = 1
     target: Target = Target()
+
+    @model_validator(mode="after")
+    def _one_size(self) -> Self:
+        if self.latency is not None and "requests_per_gpu_hour" in self.model_fields_set:
+            raise ValueError("latency: expected either this or requests_per_gpu_hour")
+        if self.latency is not None and self.demand.unit == "gpus":
+            raise ValueError("latency: needs demand in requests; its unit is gpus")
+        return self
 
 
 class Cluster(Strict):

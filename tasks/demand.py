@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from tasks import instants, web
 from tasks.cluster import DemandSource, Service, Site
+from tasks.sizing import servers_needed
 from tasks.storage import S3_URL, StorageError, open_storage
 
 Rows = Iterator[tuple[str, Any, Any]]  # place in the source, ts, y, both as found
@@ -83,6 +84,10 @@ def gpus_needed(service: Service, value: float) -> float:
     """GPUs, with their fraction, that carry a load given in the unit of the service's source."""
     if service.demand.unit == "gpus":
         return value
+    if (promise := service.latency) is not None:
+        wait_s = promise.target_s - promise.service_s
+        servers = servers_needed(value, promise.service_s, wait_s, promise.share)
+        return servers / promise.at_once * service.gpus_per_replica
     return value * 3600 / service.requests_per_gpu_hour
 
 

@@ -1,32 +1,35 @@
-"""How long jobs really take, learned from the ones that completed.
+"""How long jobs really take, learned from the ones that completed and the ones still running.
 
 Invariant: every estimate is a positive finite number of seconds, whatever the past rows hold and however
-long a job has overrun. What is learned is the mean and spread of log(actual / declared): for all jobs, for
-each kind, for each kind and GPU count, and for the occurrences of one job, each drawn to the one before it
-while it has few runs. The cost: a team whose declarations are far off is believed for its first tens of
-runs.
+long a job has overrun. What is learned is the mean and spread of log(actual / expected): for all jobs, each
+kind, each tenant's of it, each GPU count of those, and the occurrences of one job, each drawn to the one
+before it while it has few runs. Expected is what the amount of work takes at the speed recorded for such
+jobs, where both are known (FLOPs at the recorded MFU, tokens, bytes), and what was declared otherwise. The
+cost: a team whose declarations are far off is believed for its first tens of runs.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
 
 from scipy.special import log_ndtr, ndtri
 
 Group = tuple[str, ...]
+Row = Mapping[str, Any]
 
 # Runs after which a group counts as much as its parent. Occurrences of one job are alike: few tell much.
 SHRINKAGE, OCCURRENCE_SHRINKAGE = 30.0, 3.0
 FIRST_SPREAD, LEAST_SPREAD = 0.5, 0.05  # standard deviations of the log-ratio
 WIDEST_RATIO = 1000.0  # an outcome further from its declaration than this is a broken row or a broken clock
 LEAST_SECONDS = 1.0
+CENSORED_ROUNDS = 4  # of guessing how long the running ones take, and learning from the guess
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Actual over declared seconds, log-normal: mean and deviation of the log, and the runs behind them."""
+    """Actual over expected seconds, log-normal: mean and deviation of the log, and the runs behind them."""
 
     log_mean: float
     log_spread: float
@@ -34,26 +37,58 @@ class Ratio:
 
 
 @dataclass(frozen=True)
+class Work:
+    """What a job has to do, in the unit of its kind: FLOPs, tokens, bytes.
+
+    `peak_per_s` is what one GPU could do at best, where speeds are shares of it (MFU), else 1.
+    """
+
+    amount: float
+    peak_per_s: float = 1.0
+
+
+@dataclass(frozen=True)
 class Estimates:
-    """Ratios by group; a job uses the narrowest group that has runs."""
+    """Ratios and speeds by group; a job uses the narrowest group that has runs."""
 
     ratios: Mapping[Group, Ratio]
+    log_speeds: Mapping[Group, float] = field(
+        default_factory=dict
+    )  # per GPU, shares of the peak if it is known
 
-    def ratio(self, job: str, kind: str, gpus: int) -> Ratio:
+    def ratio(self, job: str, kind: str, gpus: int, tenant: str | None = None, by: str = "declared") -> Ratio:
         """What is known of jobs like this one; the declaration, with a wide spread, when nothing is."""
-        found = (self.ratios.get(group) for group in reversed(_groups(job, kind, gpus)))
+        found = (self.ratios.get(group) for group in reversed(_groups(job, kind, gpus, tenant, by)))
         return next((ratio for ratio in found if ratio is not None), Ratio(0.0, FIRST_SPREAD, 0))
 
-    def estimate_s(self, job: str, kind: str, gpus: int, declared_s: float, level: float = 0.5) -> float:
+    def estimate_s(
+        self,
+        job: str,
+        kind: str,
+        gpus: int,
+        declared_s: float,
+        level: float = 0.5,
+        tenant: str | None = None,
+        work: Work | None = None,
+    ) -> float:
         """Seconds that a run takes, at a level: .5, the median, for occupancy; .9 for deadlines."""
-        ratio = self.ratio(job, kind, gpus)
+        expected_s, ratio = self._expected(job, kind, gpus, declared_s, tenant, work)
         log_seconds = ratio.log_mean + ratio.log_spread * float(ndtri(level))
-        return max(LEAST_SECONDS, declared_s * math.exp(log_seconds))
+        return max(LEAST_SECONDS, expected_s * math.exp(log_seconds))
 
-    def remaining_s(self, job: str, kind: str, gpus: int, declared_s: float, elapsed_s: float) -> float:
+    def remaining_s(
+        self,
+        job: str,
+        kind: str,
+        gpus: int,
+        declared_s: float,
+        elapsed_s: float,
+        tenant: str | None = None,
+        work: Work | None = None,
+    ) -> float:
         """Expected seconds left to a run that has lasted `elapsed_s` so far, past its estimate or not."""
-        ratio = self.ratio(job, kind, gpus)
-        mean, spread = ratio.log_mean + math.log(declared_s), ratio.log_spread
+        expected_s, ratio = self._expected(job, kind, gpus, declared_s, tenant, work)
+        mean, spread = ratio.log_mean + math.log(expected_s), ratio.log_spread
         if elapsed_s <= 0:
             return max(LEAST_SECONDS, math.exp(mean + spread**2 / 2))
         # E[T | T > t] of a log-normal is e^(m + s²/2) Φ(s - a) / Φ(-a) for a = (ln t - m) / s. The
@@ -62,44 +97,139 @@ class Estimates:
         log_expected = mean + spread**2 / 2 + float(log_ndtr(spread - distance)) - float(log_ndtr(-distance))
         return max(LEAST_SECONDS, math.exp(min(log_expected, 700.0)) - elapsed_s)
 
+    def _expected(
+        self, job: str, kind: str, gpus: int, declared_s: float, tenant: str | None, work: Work | None
+    ) -> tuple[float, Ratio]:
+        """Seconds by the work, or as declared, and how far from it jobs like this one end."""
+        by_work = _work_seconds(self.log_speeds, kind, gpus, tenant, work)
+        if by_work is not None:
+            return by_work, self.ratio(job, kind, gpus, tenant, "work")
+        return declared_s, self.ratio(job, kind, gpus, tenant)
 
-def estimates(past: Iterable[Mapping[str, Any]]) -> Estimates:
-    """Learn from completed runs: rows with `job`, `kind`, `gpus`, `declared_s` and `actual_s`.
 
-    Runs that failed or were cancelled say nothing of how long the work takes: the caller leaves them out.
-    A row without two positive finite durations is passed over.
+def estimates(past: Iterable[Row], running: Iterable[Row] = ()) -> Estimates:
+    """Learn from completed runs, and from those that run: rows with `job`, `kind`, `gpus`, `declared_s` and
+    `actual_s`, which for a running one is how long it has lasted.
+
+    They may also have `tenant`, and what work estimates need: `work` and `speed`, the amount per second and
+    GPU, as a share of `peak_per_s` if that is given. Runs that failed or were cancelled say nothing of how
+    long the work takes: the caller leaves them out. A row without two positive finite durations is passed
+    over.
     """
+    past, running = list(past), list(running)
+    speeds = _speeds(past)
+    ended, lasting = _by_group(past, speeds), _by_group(running, speeds)
+    learned: dict[Group, Ratio] = {}
+    for group in sorted(ended.keys() | lasting.keys(), key=len):
+        parent = learned[group[:-1]] if group[:-1] in learned else Ratio(0.0, FIRST_SPREAD, 0)
+        strength = OCCURRENCE_SHRINKAGE if len(group) == OCCURRENCE_DEPTH else SHRINKAGE
+        learned[group] = _shrunk(ended.get(group, []), lasting.get(group, []), parent, strength)
+    return Estimates(learned, speeds)
+
+
+OCCURRENCE_DEPTH = 5  # length of the groups that hold occurrences of one job
+
+
+def _groups(job: str, kind: str, gpus: int, tenant: str | None, by: str) -> tuple[Group, ...]:
+    """All jobs, the kind, the tenant's, those of this size, and the occurrences (`stem@instant`) of it."""
+    stem, _, _ = job.partition("@")
+    whole = (by, kind, tenant or "", str(gpus), stem)
+    return tuple(whole[:depth] for depth in range(1, OCCURRENCE_DEPTH + 1))
+
+
+def _by_group(rows: list[Row], speeds: Mapping[Group, float]) -> dict[Group, list[float]]:
+    """Logarithms of actual over expected."""
+    logs: dict[Group, list[float]] = defaultdict(list)
+    for row in rows:
+        kind, gpus, tenant = row["kind"], row["gpus"], row.get("tenant")
+        pairs = {
+            "declared": row["declared_s"],
+            "work": _work_seconds(speeds, kind, gpus, tenant, _work(row)),
+        }
+        for by, expected_s in pairs.items():
+            if (log_ratio := _log_ratio(expected_s, row["actual_s"])) is not None:
+                for group in _groups(row["job"], kind, gpus, tenant, by):
+                    logs[group].append(log_ratio)
+    return logs
+
+
+def _speeds(past: list[Row]) -> dict[Group, float]:
+    """Mean log-speed of a kind, of a tenant's jobs of it, of those of one size; drawn to the one before."""
     logs: dict[Group, list[float]] = defaultdict(list)
     for row in past:
-        if (log_ratio := _log_ratio(row["declared_s"], row["actual_s"])) is not None:
-            for group in _groups(row["job"], row["kind"], row["gpus"]):
-                logs[group].append(log_ratio)
-    learned: dict[Group, Ratio] = {}
+        if _positive(speed := row.get("speed")):
+            for group in _speed_groups(row["kind"], row["gpus"], row.get("tenant")):
+                logs[group].append(math.log(speed))
+    learned: dict[Group, float] = {}
     for group in sorted(logs, key=len):
-        parent = learned[group[:-1]] if group else Ratio(0.0, FIRST_SPREAD, 0)
-        learned[group] = _shrunk(logs[group], parent, OCCURRENCE_SHRINKAGE if len(group) == 3 else SHRINKAGE)
-    return Estimates(learned)
+        count, own = len(logs[group]), sum(logs[group]) / len(logs[group])
+        share = count / (count + SHRINKAGE) if len(group) > 1 else 1.0
+        learned[group] = share * own + (1 - share) * learned.get(group[:-1], own)
+    return learned
 
 
-def _groups(job: str, kind: str, gpus: int) -> tuple[Group, ...]:
-    """All jobs, the kind, the kind at this size, and the occurrences (`stem@instant`) of this job."""
-    stem, _, _ = job.partition("@")
-    return (), (kind,), (kind, str(gpus)), (kind, str(gpus), stem)
+def _speed_groups(kind: str, gpus: int, tenant: str | None) -> tuple[Group, ...]:
+    return (kind,), (kind, tenant or ""), (kind, tenant or "", str(gpus))
 
 
-def _log_ratio(declared: float | None, actual: float | None) -> float | None:
-    if declared is None or actual is None or not (0 < declared < math.inf and 0 < actual < math.inf):
+def _work(row: Row) -> Work | None:
+    amount, peak = row.get("work"), row.get("peak_per_s")
+    return Work(amount, peak if _positive(peak) else 1.0) if _positive(amount) else None
+
+
+def _work_seconds(
+    log_speeds: Mapping[Group, float], kind: str, gpus: int, tenant: str | None, work: Work | None
+) -> float | None:
+    """What the work takes at the speed of such jobs, or None when either is unknown."""
+    if work is None:
+        return None
+    groups = reversed(_speed_groups(kind, gpus, tenant))
+    speed = next((log_speeds[group] for group in groups if group in log_speeds), None)
+    if speed is None:
+        return None
+    seconds = work.amount / (math.exp(speed) * work.peak_per_s * gpus)
+    return seconds if _positive(seconds) else None
+
+
+def _positive(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and 0 < value < math.inf
+
+
+def _log_ratio(expected: float | None, actual: float | None) -> float | None:
+    if not (_positive(expected) and _positive(actual)):
         return None
     most = math.log(WIDEST_RATIO)
-    return min(max(math.log(actual) - math.log(declared), -most), most)
+    return min(max(math.log(actual) - math.log(expected), -most), most)
 
 
-def _shrunk(logs: list[float], parent: Ratio, strength: float) -> Ratio:
-    count = len(logs)
-    own = sum(logs) / count
+def _shrunk(ended: list[float], lasting: list[float], parent: Ratio, strength: float) -> Ratio:
+    """Mean and spread of a group, drawn to its parent's.
+
+    A running job is known to end later than now (`lasting`): it counts as what such jobs end at, given the
+    mean and spread so far, and these are learned again (expectation and maximisation).
+    """
+    found = _drawn([(value, 0.0) for value in ended], parent, strength) if ended else parent
+    for _ in range(CENSORED_ROUNDS if lasting else 0):
+        guesses = [_beyond(value, found) for value in lasting]
+        found = _drawn([(value, 0.0) for value in ended] + guesses, parent, strength)
+    return Ratio(found.log_mean, found.log_spread, len(ended))
+
+
+def _drawn(values: list[tuple[float, float]], parent: Ratio, strength: float) -> Ratio:
+    """From (value, variance of it) pairs."""
+    count = len(values)
     share = count / (count + strength)
-    mean = share * own + (1 - share) * parent.log_mean
+    mean = share * sum(value for value, _ in values) / count + (1 - share) * parent.log_mean
     # Around the shrunk mean: what the shrinkage leaves wrong is part of the doubt.
-    variance = sum((value - mean) ** 2 for value in logs) / count
+    variance = sum((value - mean) ** 2 + doubt for value, doubt in values) / count
     spread = math.sqrt(share * variance + (1 - share) * parent.log_spread**2)
     return Ratio(mean, max(LEAST_SPREAD, spread), count)
+
+
+def _beyond(least: float, ratio: Ratio) -> tuple[float, float]:
+    """Mean and variance of a normal value that is known to lie above `least`."""
+    distance = (least - ratio.log_mean) / ratio.log_spread
+    # The normal density over its upper tail; far out it nears the distance itself.
+    hazard = math.exp(-(distance**2) / 2 - 0.5 * math.log(2 * math.pi) - float(log_ndtr(-distance)))
+    mean = max(ratio.log_mean + ratio.log_spread * hazard, least)
+    return mean, ratio.log_spread**2 * max(1 + distance * hazard - hazard**2, 0.0)

@@ -97,6 +97,10 @@ MISTAKES = [
      "needs query:"),
     ("file: load.csv", "file: a, unit: gpu", "cluster.yaml:6: services.0.demand.unit: 'gpu': "
      "expected 'requests_per_s' or 'gpus'"),
+    ("priority: 8", "priority: 8\n  latency: {target_s: 1, service_s: 2}", "cluster.yaml:10: "
+     "services.0.latency.target_s: 1 is below service_s: 2; expected more"),
+    ("priority: 8", "priority: 8\n  latency: {target_s: 3, service_s: 2}\n  requests_per_gpu_hour: 9",
+     "cluster.yaml:10: services.0.latency: expected either this or requests_per_gpu_hour"),
 ]  # fmt: skip
 
 

@@ -360,6 +360,17 @@ def test_requests_become_gpus_by_the_stated_rate_and_gpus_stay_gpus() -> None:
     assert gpus_needed(by_gpus, 3.0) == 3.0
 
 
+def test_a_latency_target_becomes_gpus_with_room_for_the_queue() -> None:
+    latency = {"target_s": 3, "service_s": 2, "at_once": 4, "share": 0.9}
+    service: dict[str, Any] = {"name": "chat", "expected_gpus": 1, "ramp_per_hour": 1, "priority": 1}
+    chat = Service.model_validate(
+        service | {"demand": {"file": "load.csv"}, "latency": latency, "gpus_per_replica": 2}
+    )
+    assert gpus_needed(chat, 0.0) == 0.0
+    assert 4.0 < gpus_needed(chat, 3.0) < 4.5  # 6 requests are at work, for which 8.25 places are needed
+    assert 40.0 < gpus_needed(chat, 40.0) < 42.0  # 80 at work: a large service needs little room
+
+
 def minutes(count: float) -> timedelta:
     return timedelta(minutes=count)
 

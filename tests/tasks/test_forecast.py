@@ -1,11 +1,26 @@
 """Forecast: what it promises whatever the history, and that it learns what there is to learn."""
 
 import math
+import subprocess
+import sys
+from datetime import datetime, timedelta
 
 import numpy as np
 import pytest
 
-from tasks.forecast import LEVELS, Forecast, forecast, gpu_demand_quantiles
+from tasks.experts import EXPERTS
+from tasks.forecast import (
+    LEVELS,
+    Calendar,
+    Forecast,
+    at_levels,
+    expected,
+    forecast,
+    gpu_demand_quantiles,
+    own,
+    usable,
+)
+from tasks.quantile_model import offsets, packed, shipped, unpacked
 
 SEASON = 24
 DAY = [4 + 3 * math.sin(2 * math.pi * hour / SEASON) for hour in range(SEASON)]
@@ -28,7 +43,7 @@ PASTS: dict[str, list[float | None]] = {
     "one slot": [3.0],
     "three slots": [3.0, None, 4.0],
     "a day and a half": history(2)[:36],
-    "just enough for the blend": history(2)[:42],
+    "just enough for the blend": history(2)[:30],
     "four days": history(4),
     "five weeks": history(35),
     "all zeros": [0.0] * 200,
@@ -79,7 +94,7 @@ def test_the_season_is_learned(season: int) -> None:
     rng = np.random.default_rng(1)
     past = list(np.array(curve * 10) + rng.normal(0, 0.2, 10 * season))
     found = forecast(past, season, season, 4.0)
-    assert found.method == "blend"
+    assert found.method == "blend and model"
     assert np.abs(np.array(middle(found)) - curve).mean() < 0.3
 
 
@@ -137,6 +152,111 @@ def test_intervals_hold_what_they_promise_on_a_noisy_season() -> None:
 
 def test_the_same_history_gives_the_same_forecast() -> None:
     assert forecast(history(9), SEASON, SEASON, 4.0) == forecast(history(9), SEASON, SEASON, 4.0)
+
+
+@pytest.mark.parametrize("factor", [1e-6, 0.25, 1e9])
+def test_load_in_another_unit_gives_the_same_forecast_in_it(factor: float) -> None:
+    past = history(9)
+    scaled = [None if value is None else value * factor for value in past]
+    usual, other = (np.array(forecast(p, SEASON, SEASON, 0.0).quantiles) for p in (past, scaled))
+    assert other == pytest.approx(usual * factor, rel=1e-3)
+
+
+@pytest.mark.parametrize("slot_minutes", [5, 10, 15, 30])
+def test_slots_finer_than_an_hour_see_the_same_day(slot_minutes: int) -> None:
+    season = 24 * 60 // slot_minutes
+    curve = [4 + 3 * math.sin(2 * math.pi * slot / season) for slot in range(season)]
+    rng = np.random.default_rng(1)
+    past = list(np.array(curve * 9) * np.exp(rng.normal(0, 0.1, 9 * season)))
+    rows = np.array(forecast(past, season, season, 4.0).quantiles)
+    assert np.abs(rows[:, MIDDLE] - curve).mean() < 0.4
+    assert np.mean((rows[:, 0] < curve) & (np.array(curve) < rows[:, -1])) > 0.9
+
+
+def test_a_history_that_is_written_twice_or_has_absurd_values_is_as_good_as_a_clean_one() -> None:
+    past = history(9)
+    broken = list(past)
+    for position, value in ((30, -4.0), (77, math.inf), (100, math.nan), (150, -1e30)):
+        broken[position] = value
+    clean: list[float | None] = [None if index in (30, 77, 100, 150) else v for index, v in enumerate(past)]
+    assert forecast(broken, SEASON, SEASON, 4.0) == forecast(clean, SEASON, SEASON, 4.0)
+
+
+def test_zeros_are_load_and_a_night_without_any_is_expected_again() -> None:
+    day = [0.0] * 8 + [6.0] * 16
+    rows = np.array(forecast(day * 9, SEASON, SEASON, 4.0).quantiles)
+    assert rows[:8].max() < 0.5
+    assert rows[8:, MIDDLE] == pytest.approx(6.0, rel=0.1)
+
+
+def test_the_clocks_going_back_shift_the_load_for_a_few_days_only() -> None:
+    """Days are of 24 hours UTC; what follows local clocks comes an hour later from one day on."""
+    before, after = DAY * 12, [DAY[(hour - 1) % SEASON] for hour in range(SEASON)] * 6
+    late = middle(forecast([*before, *after], SEASON, SEASON, 4.0))
+    assert np.abs(np.array(late) - after[:SEASON]).mean() < 0.35
+    early = middle(forecast([*before, *after[: 2 * SEASON]], SEASON, SEASON, 4.0))
+    assert np.abs(np.array(early) - after[:SEASON]).mean() < np.abs(np.array(DAY) - after[:SEASON]).mean()
+
+
+def test_a_calendar_says_which_slots_are_at_the_weekend() -> None:
+    friday = Calendar(datetime(2026, 12, 4, 22), timedelta(hours=1))
+    assert friday.weekend(3, 4).tolist() == [0, 0, 0, 0, 0, 1, 1]
+    assert friday.later(50).weekend(2, 1).tolist() == [1, 1, 0]
+    fine = Calendar(datetime(2026, 12, 4, 23, 50), timedelta(minutes=10))
+    assert fine.weekend(1, 2).tolist() == [0, 0, 1]
+
+
+def test_a_week_of_weekdays_is_no_reason_to_expect_the_same_of_saturday() -> None:
+    """The networks learned that services rest at weekends: with a calendar, less is expected."""
+    past = history(5)
+    saturday, monday = (Calendar(datetime(2026, 12, day), timedelta(hours=1)) for day in (5, 7))
+    rest, work = (sum(middle(forecast(past, SEASON, SEASON, 4.0, when))) for when in (saturday, monday))
+    assert rest < work
+
+
+def test_what_comes_later_changes_nothing_that_was_said_before() -> None:
+    past = history(20)
+    longer = [*past, *[500.0] * 24]
+    again = forecast(longer[: len(past)], SEASON, SEASON, 4.0)
+    assert again == forecast(past, SEASON, SEASON, 4.0)
+
+
+def test_the_best_expert_of_late_leads() -> None:
+    """A load that repeats last week exactly, and no day of it another."""
+    rng = np.random.default_rng(5)
+    week = rng.uniform(1, 9, 7 * SEASON).tolist()
+    found = expected(usable(week * 4, SEASON), SEASON, SEASON, None)
+    assert found.leader == "last week"
+    assert found.leader in EXPERTS
+    assert own(found)[:, MIDDLE] == pytest.approx(week[:SEASON], rel=0.05)
+
+
+def test_the_networks_survive_being_packed_and_say_quantiles_that_rise() -> None:
+    assert unpacked(packed(shipped()))[0][0][0] is shipped()[0][0][0]
+    found = expected(usable(history(9), SEASON), SEASON, SEASON, None)
+    said = offsets(found.features)
+    assert said.shape == (SEASON, len(LEVELS))
+    assert (np.diff(said, axis=1) > 0).mean() > 0.95
+    assert (said[:, 0] < 0).all()
+    assert (said[:, -1] > 0).all()
+
+
+def test_forecasting_needs_no_torch() -> None:
+    """An hour starts quickly and stays small."""
+    code = (
+        "import sys; from tasks.forecast import forecast; forecast([1.0, 2.0] * 60, 24, 24, 1.0); "
+        "print(any(name.split('.')[0] == 'torch' for name in sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
+
+
+def test_quantiles_at_levels_of_ones_own_lie_between_and_beyond_the_ten() -> None:
+    rows = np.array(forecast(history(9), SEASON, SEASON, 4.0).quantiles)
+    found = at_levels(forecast(history(9), SEASON, SEASON, 4.0), (0.01, 0.05, 0.1, 0.5, 0.95, 0.99))
+    assert found[:, (1, 4)] == pytest.approx(rows[:, (0, -1)])
+    assert (np.diff(found, axis=1) >= 0).all()
+    assert ((rows[:, 0] <= found[:, 2]) & (found[:, 2] <= rows[:, 1])).all()
 
 
 @pytest.mark.parametrize(("steps", "season"), [(0, 24), (24, 0)])
