@@ -28,6 +28,12 @@ SERVED = (
     "SELECT service, sum(len(gpus))::INTEGER AS gpus FROM (FROM serving WHERE from_at <= ? "
     "QUALIFY rank() OVER (PARTITION BY service ORDER BY instant DESC, from_at DESC) = 1) GROUP BY service"
 )
+# How long those that run have lasted: they say that jobs like them take at least as long.
+RUNNING = (
+    "SELECT h.job, h.kind, s.tenant, s.gpus, h.duration_s AS declared_s, "
+    "date_diff('millisecond', h.started_at, ?) / 1000 AS actual_s "
+    "FROM holders h JOIN specs s USING (job) WHERE NOT h.over AND h.started_at < ?"
+)
 BASELINES = ("fifo", "backfill", "greedy")
 LEARNT_FROM = 10_000  # runs from which durations are estimated, the latest
 RETRIED = ("failed", "crashed", "stopped")  # states after which a job may go on where it was
@@ -139,9 +145,14 @@ def read_state(site: Site, at: datetime) -> State:
         queued = ledger.rows(
             connection, "FROM jobs WHERE state = 'queued' ORDER BY submitted_at, release_at, job"
         )
-        attempts = ledger.rows(connection, "FROM holders WHERE NOT over OR end_at > ?", [at])
+        attempts = ledger.rows(
+            connection,
+            "SELECT h.*, s.tenant FROM holders h JOIN specs s USING (job) WHERE NOT over OR end_at > ?",
+            [at],
+        )
         latest = "(FROM durations ORDER BY ended_at DESC LIMIT ?)"  # bounded, however long the history
         past = ledger.rows(connection, f"FROM {latest} ORDER BY ended_at", [LEARNT_FROM])
+        running = ledger.rows(connection, RUNNING, [at, at])
         observed = ledger.rows(
             connection, "SELECT service, arg_max(gpus, ts) AS gpus FROM demand GROUP BY ALL"
         )
@@ -150,7 +161,7 @@ def read_state(site: Site, at: datetime) -> State:
     demand = {row["service"]: row["gpus"] for row in observed}
     targets = {each.name: target(site.storage, each.name).gpus for each in site.cluster.services}
     before = {row["service"]: row["gpus"] for row in served}
-    return State(queued, attempts, estimates(past), demand, targets, before, considered)
+    return State(queued, attempts, estimates(past, running), demand, targets, before, considered)
 
 
 def build_problem(
@@ -222,7 +233,9 @@ def _fixed(
             continue
         begins = hour.begin if retry else row["started_at"] or max(row["start_at"], hour.begin)
         elapsed = max((hour.begin - begins).total_seconds(), 0.0)
-        left = state.estimates.remaining_s(row["job"], row["kind"], len(places), row["duration_s"], elapsed)
+        left = state.estimates.remaining_s(
+            row["job"], row["kind"], len(places), row["duration_s"], elapsed, row["tenant"]
+        )
         ends = row["end_at"] if retry else max(begins, hour.begin) + timedelta(seconds=left)
         gpus = tuple(sorted(numbers[place] for place in places))
         fixed.append(Fixed(row["job"], row["kind"], gpus, begins, ends, row["value"], row["priority"], retry))
@@ -256,7 +269,9 @@ def _windows(
 
 
 def _queued(site: Site, hour: Hour, state: State, row: dict[str, Any]) -> allocator.Job:
-    seconds = state.estimates.estimate_s(row["job"], row["kind"], row["gpus"], row["duration_s"])
+    seconds = state.estimates.estimate_s(
+        row["job"], row["kind"], row["gpus"], row["duration_s"], tenant=row["tenant"]
+    )
     deadline = row["deadline_at"]
     # Submitted while this plan is being made: after its begin by the clock, and yet known to it.
     waits = row["release_at"] - hour.begin if row["release_at"] > row["submitted_at"] else timedelta(0)

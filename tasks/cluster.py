@@ -110,6 +110,8 @@ class Service(Strict):
 class Cluster(Strict):
     """The whole file. `plan_slots` and `season_slots` default to 24 hours.
 
+    `forecasters` adds to the built-in ones (`tournament`): a name, and its function as module:function.
+
     A job that has not begun `start_timeout_minutes` after its start goes back to the queue. Workers and
     runners renew a lease three times in `lease_seconds`; one that is four times as old counts as lost.
     """
@@ -123,6 +125,7 @@ class Cluster(Strict):
     replan_every_seconds: Annotated[int, Field(ge=5, le=3600)] = 60
     plan_slots: Annotated[int, Field(ge=1, le=2016)] | None = None
     season_slots: Annotated[int, Field(ge=1, le=2016)] | None = None
+    forecasters: dict[Name, Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]] = Field(default_factory=dict)
     full_mode_seconds: Annotated[float, Field(ge=0, le=3600)] = 10.0
     start_timeout_minutes: Annotated[float, Field(gt=0, le=1440)] = 10.0
     lease_seconds: Annotated[float, Field(ge=1, le=600)] = 10.0

@@ -21,7 +21,7 @@ LEVELS = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.95)
 ERROR_SEASONS = 28  # how far back errors are looked at
 MOST_SEASONS = ERROR_SEASONS + 7  # what the weekly lag needs besides
 MOST_DISTANCES = 24
-MOST_CELLS = 160_000  # targets × distances looked at; beyond it targets are thinned out
+RECENT_SEASONS, THINNED = 2, 3  # errors are looked at every 24th of a season; before, at every third of these
 WEIGHT_POWER = 6
 WEIGHT_HALF_LIFE = 4.0  # seasons: 96 hours of a daily season
 ERROR_HALF_LIFE = 10.0  # seasons
@@ -89,27 +89,26 @@ def blend(z: Array, steps: int, season: int, weekend: Array) -> Blend:
     ahead = np.arange(1, steps + 1)
     near = _distances(steps)
     first = max(season, size - ERROR_SEASONS * season)
-    stride = max(1, -(-(size - first) * len(near) // MOST_CELLS))
-    targets = np.arange(size - 1, first - 1, -stride)[::-1]
+    targets, share = _targets(first, size, season)
 
     origins = targets - near[:, None]  # distance × target
     valid = (origins >= season - 1) & known[targets]
     guesses = _guesses(past, np.maximum(origins, season - 1), near[:, None])  # expert × distance × target
     truth = past.z[targets]
-    growth = (0.5 ** ((size - 1 - targets) / (WEIGHT_HALF_LIFE * season))).astype(np.float32)
+    growth = (share * 0.5 ** ((size - 1 - targets) / (WEIGHT_HALF_LIFE * season))).astype(np.float32)
     pools = _pools(near)
     counted = np.where(valid, growth, np.float32(0))
     errors = np.abs(guesses - truth)
     errors *= counted
     shares = _shares(np.cumsum(pools @ errors, axis=-1), np.cumsum(pools @ counted, axis=-1))
-    blended = _at_origins(guesses, shares, near, stride)
+    blended = _at_origins(guesses, shares, near, targets)
     residuals = np.where(valid, truth - blended, np.float32(0))
 
     nearest = np.abs(near[:, None] - ahead).argmin(axis=0)
     weights = shares[:, nearest, -1]  # expert × step
     said = _guesses(past, np.full(steps, size - 1), ahead)
     centre = (said * weights).sum(axis=0)
-    seen = _Seen(past, near, pools, residuals, valid, targets, size)
+    seen = _Seen(past, near, pools, residuals, valid, targets, share, size)
     offsets = _over_steps(seen.quantiles(), near, ahead)
     scale = _over_steps(seen.scale()[:, None], near, ahead)[:, 0]
     features = _features(seen, centre, scale, said, weights, ahead, weekend)
@@ -150,6 +149,17 @@ def _trailing(values: Array, length: int) -> Array:
     return np.asarray((sums[stop] - sums[start]) / (stop - start))
 
 
+def _targets(first: int, size: int, season: int) -> tuple[Index, Array]:
+    """Past slots at which errors are looked at, from `first` on, and how many slots each stands for."""
+    hour = max(1, season // 24)
+    middle = max(first, size - RECENT_SEASONS * season)
+    recent = np.arange(size - 1, middle - 1, -hour)
+    before = np.arange(int(recent[-1]) - hour, first - 1, -THINNED * hour)
+    targets = np.concatenate((recent, before))[::-1]
+    share = np.concatenate((np.ones(len(recent)), np.full(len(before), THINNED)))[::-1]
+    return targets, share.astype(np.float32)
+
+
 def _distances(steps: int) -> Index:
     """Steps ahead at which errors are looked at: all, or ever fewer the further they are."""
     spread = np.geomspace(1, steps, MOST_DISTANCES) if steps > MOST_DISTANCES else np.arange(1, steps + 1)
@@ -186,15 +196,14 @@ def _shares(errors: Array, mass: Array) -> Array:
     return np.asarray(score / score.sum(axis=0))
 
 
-def _at_origins(guesses: Array, shares: Array, near: Index, stride: int) -> Array:
-    """The blend for each target, with the weights of its own origin."""
-    found = np.empty(guesses.shape[1:], dtype=np.float32)
+def _at_origins(guesses: Array, shares: Array, near: Index, targets: Index) -> Array:
+    """The blend for each target, with the latest weights that its own origin knows; the mean at first."""
+    found = guesses.mean(axis=0)
     for row, distance in enumerate(near):
-        # Thinned out: the latest weights that the origin knows.
-        late = min(-(-int(distance) // stride), guesses.shape[2])
-        found[row, late:] = (guesses[:, row, late:] * shares[:, row, : guesses.shape[2] - late]).sum(axis=0)
-        found[row, :late] = guesses[:, row, :late].mean(axis=0)
-    return found
+        known = np.searchsorted(targets, targets - distance, "right") - 1
+        late = int(np.searchsorted(known, 0))
+        found[row, late:] = (guesses[:, row, late:] * shares[:, row, known[late:]]).sum(axis=0)
+    return np.asarray(found)
 
 
 def _over_steps(table: Array, near: Index, ahead: Index) -> Array:
@@ -212,11 +221,12 @@ class _Seen:
     residuals: Array
     valid: NDArray[np.bool_]
     targets: Index
+    share: Array
     size: int
 
     def decay(self, seasons: float) -> Array:
         age = (self.size - 1 - self.targets) / self.past.season
-        return np.asarray((0.5 ** (age / seasons)).astype(np.float32))
+        return np.asarray((self.share * 0.5 ** (age / seasons)).astype(np.float32))
 
     def pooled_mean(self, values: Array, seasons: float) -> tuple[Array, Array]:
         """Decayed mean and mass of values (distance × target) for each pool of distances."""

@@ -11,8 +11,8 @@ season, seven of them and weekends, not holidays or launches.
 
 import math
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 import numpy as np
@@ -22,6 +22,7 @@ from tasks import quantile_model
 from tasks.experts import LEVELS as LEVELS
 from tasks.experts import MOST_SEASONS as MOST_SEASONS
 from tasks.experts import Array, Blend, blend
+from tasks.forecast_scores import seasonal_naive
 
 # Quantiles of real load as multiples of the mean that its operator stated, measured across recorded services.
 STATED_LEVELS, STATED_MULTIPLIERS = (0.1, 0.5, 0.83, 0.9, 0.95), (0.58, 0.98, 1.38, 1.48, 1.49)
@@ -56,6 +57,10 @@ class Forecast:
     quantiles: tuple[tuple[float, ...], ...]
     method: str
     reason: str
+    # Of the hour's forecast: who made it, what all forecasters said, and how much of the past was known.
+    forecaster: str | None = None
+    rivals: Mapping[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
+    coverage: float | None = None
 
 
 def forecast(
@@ -66,6 +71,36 @@ def forecast(
     `history` ends with the slot before slot 0; None (and anything that is not a finite number from 0 up) is
     unknown. `season` is in slots. `stated` is the mean that the operator expects, used while little is known.
     """
+    return _forecast(history, steps, season, stated, calendar, averaged, "blend and model")
+
+
+def forecast_by_blend(
+    history: Sequence[float | None], steps: int, season: int, stated: float, calendar: Calendar | None = None
+) -> Forecast:
+    """The same by the experts and their own errors alone."""
+    return _forecast(history, steps, season, stated, calendar, own, "blend")
+
+
+def forecast_seasonal(
+    history: Sequence[float | None], steps: int, season: int, stated: float, calendar: Calendar | None = None
+) -> Forecast:
+    """The seasonal naive one: the value a season before, the last week's seasonal differences around it."""
+    known = usable(history, season)
+    if np.isnan(known[-season:]).all() or len(known) <= season:
+        return forecast(history, steps, season, stated, calendar)
+    told = "the season before, and the differences of the last seven"
+    return _answer(seasonal_naive(known, steps, season, LEVELS), "seasonal naive", told)
+
+
+def _forecast(
+    history: Sequence[float | None],
+    steps: int,
+    season: int,
+    stated: float,
+    calendar: Calendar | None,
+    made_of: Callable[[Blend], Array],
+    method: str,
+) -> Forecast:
     if steps < 1 or season < 1:
         raise ValueError(f"forecast: steps {steps} and season {season}; expected at least 1 of each")
     known = usable(history, season)
@@ -80,9 +115,8 @@ def forecast(
         told = f"{told}, under {ENOUGH_SEASONS} seasons of {season}; the recent level is used"
         return _answer(rows, "level", told)
     found = expected(known, steps, season, calendar)
-    rows = averaged(found)
     told = f"{told} in seasons of {season}; {found.leader} did best lately"
-    return _answer(rows, "blend and model", told)
+    return _answer(made_of(found), method, told)
 
 
 def usable(history: Sequence[float | None], season: int) -> Array:

@@ -8,7 +8,7 @@ examples; torch is needed here and nowhere else in forecasting.
 
 import csv
 import gzip
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -166,12 +166,16 @@ def train(rows: Examples, seed: int, steps: int = STEPS) -> Layers:
 
 
 def held_out(
-    series: Iterable[Series], made: dict[str, Examples], seeds: Sequence[int], steps: int = STEPS
+    series: Iterable[Series],
+    made: dict[str, Examples],
+    seeds: Sequence[int],
+    steps: int = STEPS,
+    only: Collection[str] | None = None,
 ) -> dict[str, tuple[Layers, ...]]:
-    """For each source, networks trained on all the others."""
+    """For each source, or `only` for some, networks trained on all the others."""
     named = {one.name: one.source for one in series}
     found = {}
-    for source in dict.fromkeys(named.values()):
+    for source in sorted(set(named.values() if only is None else only)):
         rows = Examples.joined([part for name, part in made.items() if named[name] != source])
         found[source] = tuple(train(rows, seed, steps) for seed in seeds)
     return found

@@ -88,10 +88,25 @@ def _forecast(_: str, fact: Payload) -> Rows:
                 "quantiles": [_number(value) for value in quantiles],
                 "method": str(made["method"]),
                 "reason": str(made["reason"]),
+                "forecaster": _text(made.get("forecaster")),
+                "coverage": _maybe(made.get("coverage")),
             }
             for service, made in fact["services"].items()
             for step, (ts, quantiles) in enumerate(made["slots"])
-        ]
+        ],
+        "tournament": [
+            {
+                "instant": instant,
+                "service": str(service),
+                "forecaster": str(forecaster),
+                "ts": parse(ts),
+                "until": parse(until),
+                "quantiles": [_number(value) for value in quantiles],
+            }
+            for service, made in fact["services"].items()
+            for forecaster, slots in made.get("rivals", {}).items()
+            for ts, until, quantiles in slots
+        ],
     }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.durations import estimates
+from tasks.durations import Work, estimates
 
 HOUR = 3600.0
 
@@ -102,3 +102,74 @@ def test_what_is_left_is_the_mean_of_the_runs_that_lasted_as_long() -> None:
         survived = ratios[ratios > part]
         expected = (survived.mean() - part) * HOUR
         assert learned.remaining_s("j", "training", 8, HOUR, part * HOUR) == pytest.approx(expected, rel=0.05)
+
+
+def test_each_tenants_declarations_are_believed_as_far_as_its_own_runs_bear_them_out() -> None:
+    past = [run(f"a{i}", 0.3) | {"tenant": "hasty"} for i in range(100)]
+    past += [run(f"b{i}", 2.0) | {"tenant": "slow"} for i in range(100)]
+    learned = estimates(past)
+    seconds = {
+        tenant: learned.estimate_s("x", "training", 8, HOUR, tenant=tenant)
+        for tenant in ("hasty", "slow", "new")
+    }
+    assert seconds["hasty"] < 0.5 * HOUR
+    assert seconds["slow"] > 1.5 * HOUR
+    assert seconds["hasty"] < seconds["new"] < seconds["slow"]
+
+
+def test_a_job_that_runs_longer_than_any_before_teaches_that_its_like_do() -> None:
+    past = [run(f"j{i}", 1.0) for i in range(10)]
+    lasting = [run(f"r{i}", 3.0) for i in range(10)]  # three times the declaration, and still at it
+    just_begun = [run(f"r{i}", 0.01) for i in range(10)]
+    alone, taught, begun = (
+        estimates(past, running).estimate_s("x", "training", 8, HOUR) for running in ([], lasting, just_begun)
+    )
+    assert taught > 1.3 * alone
+    assert begun == pytest.approx(alone, rel=0.1)
+    ended = estimates(past + lasting).estimate_s("x", "training", 8, HOUR)
+    assert taught > ended  # they will take longer still
+
+
+def test_running_jobs_correct_what_only_looking_at_ended_ones_gets_wrong() -> None:
+    """Of long jobs that began at the same time, the short ones end first."""
+    rng = np.random.default_rng(3)
+    ratios = np.exp(rng.normal(0.5, 0.8, 400))
+    now = 1.5
+    ended = [run(f"e{i}", float(ratio)) for i, ratio in enumerate(ratios) if ratio <= now]
+    lasting = [run(f"r{i}", now) for i, ratio in enumerate(ratios) if ratio > now]
+    truth = math.exp(0.5) * HOUR
+    blind = estimates(ended).estimate_s("x", "training", 8, HOUR)
+    seeing = estimates(ended, lasting).estimate_s("x", "training", 8, HOUR)
+    assert abs(seeing - truth) < 0.25 * abs(blind - truth)
+
+
+def test_training_takes_its_flops_at_the_recorded_mfu_of_the_peak() -> None:
+    peak = 1e15
+    work = Work(0.4 * peak * 8 * HOUR, peak)  # an hour at an MFU of .4 on eight GPUs
+    past = [
+        run(f"t{i}", 1.1, declared=5 * HOUR) | {"work": work.amount * 5, "peak_per_s": peak, "speed": 0.4}
+        for i in range(200)
+    ]
+    learned = estimates(past)
+    assert learned.estimate_s("x", "training", 8, 9 * HOUR, work=work) == pytest.approx(1.1 * HOUR, rel=0.05)
+    # Twice the GPUs, half the time; a GPU with half the peak, twice the time. The declaration says nothing.
+    wide = learned.estimate_s("x", "training", 16, 9 * HOUR, work=work)
+    assert wide == pytest.approx(0.55 * HOUR, rel=0.1)
+    slow = learned.estimate_s("x", "training", 8, 9 * HOUR, work=Work(work.amount, peak / 2))
+    assert slow == pytest.approx(2.2 * HOUR, rel=0.05)
+
+
+def test_batch_inference_takes_its_tokens_at_the_recorded_speed_and_corrects_them() -> None:
+    """Rows that stop early: half the tokens that they may take at most."""
+    past = [
+        run(f"b{i}", 0.5, "batch_inference", 1) | {"work": 1000 * HOUR, "speed": 1000.0} for i in range(300)
+    ]
+    learned = estimates(past)
+    found = learned.estimate_s("x", "batch_inference", 1, 7 * HOUR, work=Work(2000 * HOUR))
+    assert found == pytest.approx(HOUR, rel=0.06)
+
+
+def test_without_a_recorded_speed_the_declaration_stands() -> None:
+    learned = estimates([run("a", 1.0)])
+    with_work = learned.estimate_s("x", "training", 8, 3 * HOUR, work=Work(1e20, 1e15))
+    assert with_work == learned.estimate_s("x", "training", 8, 3 * HOUR)

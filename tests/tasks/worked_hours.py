@@ -154,7 +154,10 @@ class Facts:
                 {"node": "node0", "state": state, "reason": "seen"},
             )
         slots = [[text(minutes(-60)), [0.1 * level for level in range(10)]]]
-        made = {"chat": {"method": "seasonal", "reason": "enough history", "slots": slots}}
+        made: dict[str, Any] = {
+            "chat": {"method": "seasonal", "reason": "enough history", "slots": slots, "coverage": 0.9}
+        }
+        made["chat"]["rivals"] = {"mine": [[text(minutes(-60)), text(minutes(0)), slots[0][1]]]}
         self.write("forecast", "x", HOUR, {"instant": text(HOUR), "services": made})
         figures = dict.fromkeys(
             ("busy_gpu_s", "serving_gpu_s", "utilization", "demand_gpu_s", "shortage_gpu_s", "value"), 0.5
