@@ -58,6 +58,8 @@ def stands(layout: Layout, tasks: list[Task], held: list[Held]) -> Iterator[Stan
         ((1 << node.gpus) - 1) << first
         for first, node in zip(layout.problem.first_gpu, layout.problem.nodes, strict=True)
     ]
+    # An uncertain demand is met in all its quantiles at first; then each is weighed against the price.
+    weighed = [(0, 0, 1)] if any(service.service.demand is None for service in held) else []
     seen = set()
     for width, first, prices in (
         (widest, gpus - widest, 0),
@@ -70,6 +72,7 @@ def stands(layout: Layout, tasks: list[Task], held: list[Held]) -> Iterator[Stan
         (second, _aligned((gpus - second) // 4, second), 2),
         (spare, gpus - spare, 0),
         (2 * widest, gpus - 2 * widest, 2),
+        *weighed,
     ):
         if width > gpus:
             continue
