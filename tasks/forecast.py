@@ -27,7 +27,6 @@ from tasks.forecast_scores import seasonal_naive
 # Quantiles of real load as multiples of the mean that its operator stated, measured across recorded services.
 STATED_LEVELS, STATED_MULTIPLIERS = (0.1, 0.5, 0.83, 0.9, 0.95), (0.58, 0.98, 1.38, 1.48, 1.49)
 
-ENOUGH_SEASONS = 1.25  # below it there is nothing to blend
 LONGEST_SPIKE = 2  # slots; what stays high for longer is load
 
 
@@ -110,9 +109,12 @@ def _forecast(
         return _answer(np.tile(_stated(stated), (steps, 1)), "stated", "no history; the stated mean is used")
     late = len(known) - 1 - int(seen[-1])
     told = f"{len(seen)} known slots" + (f", the last one {late} slots ago" if late else "")
-    if seen[-1] - seen[0] + 1 < ENOUGH_SEASONS * season or len(seen) < season:
-        rows = _level(known[~np.isnan(known)], steps, season, stated)
-        told = f"{told}, under {ENOUGH_SEASONS} seasons of {season}; the recent level is used"
+    if len(seen) < season or seen[-1] - seen[0] < season:
+        rows = _level(known[seen], steps, season, stated)
+        told = f"{told}, not more than a season of {season}; the recent level is used"
+        if len(seen) == season and not late:
+            rows = (rows + np.resize(known[seen], steps)[:, None] * _stated(1.0)) / 2
+            told += " and the only season, half each"
         return _answer(rows, "level", told)
     found = expected(known, steps, season, calendar)
     told = f"{told} in seasons of {season}; {found.leader} did best lately"

@@ -9,6 +9,7 @@ import argparse
 import csv
 import json
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -29,6 +30,24 @@ from tasks.quantile_model import WEIGHTS, packed
 DAY = timedelta(days=1)
 SHORTEST_SLOT = timedelta(minutes=1)
 MOST_LOAD = 1e300  # beyond it a number is a mistake
+DAY_PARTS = (
+    1,
+    2,
+    3,
+    4,
+    6,
+    8,
+    12,
+    24,
+    48,
+    72,
+    96,
+    144,
+    288,
+    1440,
+)  # slots of a day, where clocks are unsteady
+NEAR = 0.1  # as a share of the slot: how far the usual distance may be from it
+LATEST_SECONDS = 1e11  # since 1970, the year 5138; more are milliseconds
 
 
 class CommandError(Exception):
@@ -138,50 +157,77 @@ def read_series(file: Path) -> Recorded:
     """The series in a CSV file with columns `ts` and `y`, in any order of rows.
 
     Of two samples for one instant the later in the file stands; several instants in one slot are averaged.
-    The slot is the commonest distance between instants. Raises CommandError.
+    The slot is the distance that most instants have, see `_slot`. Raises CommandError.
     """
     samples: dict[datetime, tuple[str, float]] = {}
     left_out = 0
-    with file.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
-        rows = csv.reader(line.replace("\0", "") for line in lines)
-        header = [column.strip() for column in next(rows, [])]
-        if not {"ts", "y"} <= set(header):
-            raise CommandError(
-                f"{file}: the first line has {', '.join(header)[:80] or 'nothing'}; expected ts,y"
-            )
-        ts, y = header.index("ts"), header.index("y")
-        for row in rows:
-            if not row:
-                continue
-            try:
-                stamp, value = row[ts].strip(), float(row[y])
-                if not 0 <= value <= MOST_LOAD:
-                    raise ValueError
-                samples[_instant(stamp)] = (stamp, value)
-            except (ValueError, IndexError, OverflowError):
-                left_out += 1
+    text = file.read_bytes().decode("utf-8-sig", errors="replace").replace("\0", "")
+    # Line by line: an odd quote spoils its own line only.
+    lines = [line for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n") if line.strip()]
+    first_line = lines[0] if lines else ""
+    separator = next((mark for mark in ",;\t" if mark in first_line), ",")
+    header = [column.strip().lower() for column in _fields(first_line, separator)]
+    if not {"ts", "y"} <= set(header):
+        raise CommandError(f"{file}: the first line has {', '.join(header)[:80] or 'nothing'}; expected ts,y")
+    ts, y = header.index("ts"), header.index("y")
+    for line in lines[1:]:
+        try:
+            row = _fields(line, separator)
+            stamp, value = row[ts].strip(), float(row[y])
+            if not 0 <= value <= MOST_LOAD:
+                raise ValueError
+            samples[_instant(stamp)] = (stamp, value)
+        except (ValueError, IndexError, OverflowError):
+            left_out += 1
     if not samples:
         raise CommandError(f"{file}: no row has a ts such as 2026-12-01T06:00Z and a y from 0 up")
     instants = sorted(samples)
-    apart = Counter(right - left for left, right in pairwise(instants))
-    slot = max(apart.most_common(1)[0][0] if apart else timedelta(hours=1), SHORTEST_SLOT)
+    slot, unsteady = _slot(instants)
     first = instants[0]
     found: dict[int, list[float]] = {}
     stamps: dict[int, str] = {}
     for instant in instants:
-        index = (instant - first) // slot
+        index = (instant - first + unsteady) // slot
         stamps.setdefault(index, samples[instant][0])
         found.setdefault(index, []).append(samples[instant][1])
     load = {index: sum(values) / len(values) for index, values in found.items()}
     return Recorded(first, slot, load, stamps, left_out)
 
 
-def _instant(stamp: str) -> datetime:
-    """An ISO instant, or seconds since 1970."""
+def _fields(line: str, separator: str) -> list[str]:
     try:
-        return datetime.fromtimestamp(float(stamp), UTC)
-    except (ValueError, OSError):
-        return parse(stamp)
+        return next(csv.reader([line], delimiter=separator), [])
+    except csv.Error:
+        return []
+
+
+def _slot(instants: list[datetime]) -> tuple[timedelta, timedelta]:
+    """The slot, and by how much an instant may come before its slot.
+
+    The commonest distance between instants, if half of them have it; else, where clocks are unsteady, the
+    part of a day that they are about apart.
+    """
+    apart = sorted(right - left for left, right in pairwise(instants))
+    if not apart:
+        return timedelta(hours=1), timedelta(0)
+    common, count = Counter(apart).most_common(1)[0]
+    middle = apart[len(apart) // 2]
+    near = min((DAY / parts for parts in DAY_PARTS), key=lambda slot: abs(slot - middle))
+    if 2 * count < len(apart) and abs(near - middle) < NEAR * near:
+        return near, near / 2
+    return max(common, SHORTEST_SLOT), timedelta(0)
+
+
+def _instant(stamp: str) -> datetime:
+    """An ISO instant, also with UTC written out or slashes, or (milli)seconds since 1970."""
+    try:
+        since = float(stamp)
+    except ValueError:
+        return parse(re.sub(r"\s*(UTC|GMT)$", "Z", stamp.replace("/", "-")))
+    try:
+        return datetime.fromtimestamp(since / 1000 if since > LATEST_SECONDS else since, UTC)
+    except OSError as error:
+        raise ValueError(str(error)) from None
 
 
 def forecasts(series: Recorded, steps: int, most: int) -> list[tuple[int, Forecast]]:
@@ -222,7 +268,10 @@ def _evaluate(chosen: argparse.Namespace) -> None:
     series = read_series(chosen.series)
     scores = evaluate(series, chosen.steps, chosen.quantiles, chosen.origins)
     if scores is None:
-        raise CommandError(f"{chosen.series}: no origin can be scored; two days and {chosen.steps} slots do")
+        raise CommandError(
+            f"{chosen.series}: no origin can be scored; expected over a day of load before one, which "
+            f"differs from the day before, and {chosen.steps} true values after it"
+        )
     low, high = min(chosen.quantiles), max(chosen.quantiles)
     print(f"{scores.origins} origins, {chosen.steps} slots of {series.slot}{_said(series)}")
     print(f"MASE      {scores.mase:.3f}   seasonal naive {scores.naive_mase:.3f}")

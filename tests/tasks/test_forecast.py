@@ -20,6 +20,8 @@ from tasks.forecast import (
     own,
     usable,
 )
+from tasks.forecast_scores import pinball, seasonal_difference
+from tasks.forecast_training import read_series
 from tasks.quantile_model import offsets, packed, shipped, unpacked
 
 SEASON = 24
@@ -86,6 +88,33 @@ def test_a_few_slots_outweigh_what_the_operator_stated() -> None:
     found = forecast([2.0] * 12, 24, SEASON, 20.0)
     assert found.method == "level"
     assert max(middle(found)) < 8
+
+
+COLD = {0: "stated", 3: "level", 24: "level", 25: "blend and model", 100: "blend and model"}
+
+
+@pytest.mark.parametrize(("hours", "method"), COLD.items())
+def test_little_history_is_used_in_the_way_that_suits_it(hours: int, method: str) -> None:
+    found = forecast(history(5)[:hours], SEASON, SEASON, 4.0)
+    assert found.method == method
+    assert f"{hours} known slots" in found.reason or hours == 0
+
+
+def test_the_more_is_known_of_a_new_service_the_less_the_forecast_loses() -> None:
+    """Recorded services, whose operators stated half or twice the mean."""
+    lost: dict[int, list[float]] = {hours: [] for hours in COLD}
+    for number, service in enumerate(read_series()):
+        unit = seasonal_difference(service.load, SEASON)
+        stated = float(service.load.mean()) * (0.5, 2.0)[number % 2]
+        for start in range(0, 72, 18):
+            for hours, losses in lost.items():
+                past = service.load[start + 100 - hours : start + 100]
+                truth = service.load[start + 100 : start + 100 + SEASON]
+                found = np.array(forecast(past.tolist(), SEASON, SEASON, stated).quantiles)[: len(truth)]
+                losses.append(pinball(truth, found, LEVELS) / unit)
+    means = [float(np.mean(losses)) for losses in lost.values()]
+    assert means == sorted(means, reverse=True)
+    assert means[-1] < 0.6 * means[0]
 
 
 @pytest.mark.parametrize("season", [24, 144])

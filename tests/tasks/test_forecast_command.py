@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,53 @@ def test_evaluate_prints_the_scores_beside_the_seasonal_naive_ones(
     assert scores.mase < scores.naive_mase
     assert scores.pinball < scores.naive_pinball
     assert 0.6 < scores.coverage < 1
+
+
+def changed(stamp: Callable[[datetime], str]) -> str:
+    return "ts,y\n" + "".join(f"{stamp(BEGIN + timedelta(hours=i))},{y}\n" for i, y in enumerate(LOAD))
+
+
+PLAIN = changed(lambda ts: f"{ts}")
+AS_GOOD = {
+    "line ends of Windows, and a mark": "\ufeff" + PLAIN.replace("\n", "\r\n"),
+    "line ends of old": PLAIN.replace("\n", "\r"),
+    "capitals and spaces": PLAIN.replace("ts,y", " TS , Y "),
+    "semicolons": PLAIN.replace(",", ";"),
+    "tabs": PLAIN.replace(",", "\t"),
+    "quotes": "".join('"{}","{}"\n'.format(*line.split(",")) for line in PLAIN.splitlines()),
+    "more columns, in another order": "".join(
+        "{1},x,{0}\n".format(*line.split(",")) for line in PLAIN.splitlines()
+    ),
+    "empty lines": "\n\n" + PLAIN.replace("\n", "\n\n"),
+    "Z": changed(lambda ts: f"{ts.isoformat()}Z"),
+    "an offset": changed(lambda ts: f"{ts + timedelta(hours=2)}+02:00"),
+    "UTC": changed(lambda ts: f"{ts} UTC"),
+    "slashes": changed(lambda ts: f"{ts:%Y/%m/%d %H:%M}"),
+    "seconds": changed(lambda ts: f"{(ts - datetime(1970, 1, 1)).total_seconds()}"),
+    "milliseconds": changed(lambda ts: f"{(ts - datetime(1970, 1, 1)) // timedelta(milliseconds=1)}"),
+    "an endless field": PLAIN.replace("\n", "\n" + "9" * 200_000 + ",1\n", 1),
+    "a quote that is not closed": PLAIN.replace("\n", '\n"' + f"{BEGIN},1\n", 1),
+    "unsteady clocks": changed(lambda ts: f"{ts + timedelta(seconds=random.Random(str(ts)).randint(0, 90))}"),
+}
+
+
+@pytest.mark.parametrize("content", AS_GOOD.values(), ids=AS_GOOD)
+def test_a_file_in_another_style_is_the_same_series(series: Path, tmp_path: Path, content: str) -> None:
+    file = tmp_path / "other.csv"
+    file.write_bytes(content.encode())
+    found, usual = (predicted(one, "--origins", "2") for one in (file, series))
+    assert [one["quantiles"] for one in found] == [one["quantiles"] for one in usual]
+
+
+def test_a_constant_series_is_forecast_and_cannot_be_scored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    constant = write(tmp_path / "constant.csv", lines_of([5.0] * 100))
+    assert np.array(predicted(constant)[-1]["quantiles"]) == pytest.approx(5.0, rel=0.02)
+    with pytest.raises(SystemExit):
+        main(["evaluate", str(constant)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "which differs from the day before" in line
 
 
 MISTAKES = {
