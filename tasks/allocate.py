@@ -16,10 +16,11 @@ from allocator.explain import with_reasons
 from tasks import ledger
 from tasks.cluster import Node, Service, Site
 from tasks.collect import ledger_directory
-from tasks.durations import estimates
+from tasks.durations import Work, estimates
 from tasks.forecast import Forecast, gpu_demand_quantiles
 from tasks.hour import Degradation, Hour
 from tasks.serving import Held, target
+from tasks.work import work_on
 
 # Facts that make a plan out of date: what was asked, what ended, which node came or went.
 CONSIDERED = "SELECT count(*) AS count FROM facts WHERE kind IN ('spec', 'cancel', 'outcome', 'node')"
@@ -28,12 +29,16 @@ SERVED = (
     "SELECT service, sum(len(gpus))::INTEGER AS gpus FROM (FROM serving WHERE from_at <= ? "
     "QUALIFY rank() OVER (PARTITION BY service ORDER BY instant DESC, from_at DESC) = 1) GROUP BY service"
 )
-# How long those that run have lasted: they say that jobs like them take at least as long.
+# How long those that run have lasted: they say that jobs like them take at least as long. What training has
+# to do is left out: as a duration it would need the peak of the GPUs as well.
 RUNNING = (
     "SELECT h.job, h.kind, s.tenant, s.gpus, h.duration_s AS declared_s, "
+    "CASE WHEN s.precision IS NULL THEN s.work END AS work, "
     "date_diff('millisecond', h.started_at, ?) / 1000 AS actual_s "
     "FROM holders h JOIN specs s USING (job) WHERE NOT h.over AND h.started_at < ?"
 )
+OBSERVED_LATELY = timedelta(days=1)  # what was seen before says nothing of now
+OCCUPANCY_LEVEL, DEADLINE_LEVEL = 0.5, 0.9  # of how long a job may take, for its GPUs and for its deadline
 BASELINES = ("fifo", "backfill", "greedy")
 LEARNT_FROM = 10_000  # runs from which durations are estimated, the latest
 RETRIED = ("failed", "crashed", "stopped")  # states after which a job may go on where it was
@@ -111,10 +116,28 @@ def _baselines(problem: Problem, problems: list[Degradation]) -> dict[str, Plan]
 class Durations(Protocol):
     """Who says how long jobs take: `tasks.durations.Estimates`, or in a replay one who knows."""
 
-    def estimate_s(self, job: str, kind: str, gpus: int, declared_s: float, level: float = 0.5) -> float:
+    def estimate_s(
+        self,
+        job: str,
+        kind: str,
+        gpus: int,
+        declared_s: float,
+        level: float = 0.5,
+        tenant: str | None = None,
+        work: Work | None = None,
+    ) -> float:
         """Seconds that a run takes."""
 
-    def remaining_s(self, job: str, kind: str, gpus: int, declared_s: float, elapsed_s: float) -> float:
+    def remaining_s(
+        self,
+        job: str,
+        kind: str,
+        gpus: int,
+        declared_s: float,
+        elapsed_s: float,
+        tenant: str | None = None,
+        work: Work | None = None,
+    ) -> float:
         """Seconds left to one that has lasted `elapsed_s`."""
 
 
@@ -143,18 +166,23 @@ def read_state(site: Site, at: datetime) -> State:
     """Read the ledger, in one short transaction."""
     with ledger.open_ledger(ledger_directory(site)) as connection:
         queued = ledger.rows(
-            connection, "FROM jobs WHERE state = 'queued' ORDER BY submitted_at, release_at, job"
+            connection,
+            "SELECT j.*, s.work, s.precision FROM jobs j JOIN specs s USING (job) WHERE j.state = 'queued' "
+            "ORDER BY j.submitted_at, j.release_at, j.job",
         )
         attempts = ledger.rows(
             connection,
-            "SELECT h.*, s.tenant FROM holders h JOIN specs s USING (job) WHERE NOT over OR end_at > ?",
+            "SELECT h.*, s.tenant, s.work, s.precision FROM holders h JOIN specs s USING (job) "
+            "WHERE NOT over OR end_at > ?",
             [at],
         )
         latest = "(FROM durations ORDER BY ended_at DESC LIMIT ?)"  # bounded, however long the history
         past = ledger.rows(connection, f"FROM {latest} ORDER BY ended_at", [LEARNT_FROM])
         running = ledger.rows(connection, RUNNING, [at, at])
         observed = ledger.rows(
-            connection, "SELECT service, arg_max(gpus, ts) AS gpus FROM demand GROUP BY ALL"
+            connection,
+            "SELECT service, arg_max(gpus, ts) AS gpus FROM demand WHERE ts > ? GROUP BY ALL",
+            [at - OBSERVED_LATELY],
         )
         served = ledger.rows(connection, SERVED, [at - site.slot])
         considered = ledger.rows(connection, CONSIDERED)[0]["count"]
@@ -196,7 +224,9 @@ def build_problem(
         _queued(site, hour, state, row) for row in state.queued if row["job"] not in held_jobs | state.live
     ]
     busy = {gpu for fix, (start, _) in windows if start <= 0 for gpu in fix.gpus}
-    services = [_service(site, service, forecasts, state, numbers, busy) for service in site.cluster.services]
+    services = [
+        _service(site, hour, service, forecasts, state, numbers, busy) for service in site.cluster.services
+    ]
     gone = tuple(number for (node, _), number in numbers.items() if node in lost)
     holes = [Hole(gone, 0, 10 * site.plan_slots)] if gone else []  # beyond the horizon: jobs may end after it
     try:
@@ -233,8 +263,9 @@ def _fixed(
             continue
         begins = hour.begin if retry else row["started_at"] or max(row["start_at"], hour.begin)
         elapsed = max((hour.begin - begins).total_seconds(), 0.0)
+        types = {node.gpu for node in site.cluster.nodes if any(node.name == name for name, _ in places)}
         left = state.estimates.remaining_s(
-            row["job"], row["kind"], len(places), row["duration_s"], elapsed, row["tenant"]
+            row["job"], row["kind"], len(places), row["duration_s"], elapsed, **_known(row, types)
         )
         ends = row["end_at"] if retry else max(begins, hour.begin) + timedelta(seconds=left)
         gpus = tuple(sorted(numbers[place] for place in places))
@@ -268,27 +299,50 @@ def _windows(
     return windows
 
 
+def _known(row: dict[str, Any], gpu_types: Iterable[str]) -> dict[str, Any]:
+    """What an estimate may use of a job besides its declaration; a replayed job may have none of it."""
+    work = work_on(row.get("work"), row.get("precision"), gpu_types)
+    return {"tenant": row.get("tenant"), "work": work}
+
+
+def _slots(site: Site, seconds: float) -> int:
+    return max(math.ceil(timedelta(seconds=seconds) / site.slot), 1)
+
+
 def _queued(site: Site, hour: Hour, state: State, row: dict[str, Any]) -> allocator.Job:
-    seconds = state.estimates.estimate_s(
-        row["job"], row["kind"], row["gpus"], row["duration_s"], tenant=row["tenant"]
+    types = row["gpu_types"] or {node.gpu for node in site.cluster.nodes}
+    usual, long = (
+        _slots(
+            site,
+            state.estimates.estimate_s(
+                row["job"], row["kind"], row["gpus"], row["duration_s"], level, **_known(row, types)
+            ),
+        )
+        for level in (OCCUPANCY_LEVEL, DEADLINE_LEVEL)
     )
     deadline = row["deadline_at"]
     # Submitted while this plan is being made: after its begin by the clock, and yet known to it.
     waits = row["release_at"] - hour.begin if row["release_at"] > row["submitted_at"] else timedelta(0)
+    release = max(math.ceil(waits / site.slot), 0)
+    if deadline is not None:
+        last = math.floor((deadline - hour.begin) / site.slot)
+        # Early enough for a long run, if there is time for one; else at once.
+        end = min(last, max(last - (long - usual), release + usual))
     return allocator.Job(
         id=row["job"],
         kind=row["kind"],
-        choices=(Choice(row["gpus"], max(math.ceil(timedelta(seconds=seconds) / site.slot), 1)),),
+        choices=(Choice(row["gpus"], usual),),
         priority=row["priority"],
         value=row["value"],
-        release=max(math.ceil(waits / site.slot), 0),
-        deadline=None if deadline is None else math.floor((deadline - hour.begin) / site.slot),
+        release=release,
+        deadline=None if deadline is None else end,
         gpu_types=tuple(row["gpu_types"] or ()),
     )
 
 
 def _service(
     site: Site,
+    hour: Hour,
     service: Service,
     forecasts: Mapping[str, Forecast],
     state: State,
@@ -296,11 +350,12 @@ def _service(
     busy: set[int],
 ) -> allocator.Service:
     rows = gpu_demand_quantiles(forecasts[service.name], service.gpus_per_replica)
-    # The committed slot never goes below what was last observed.
+    # What is committed never goes below what was last observed: a forecast alone takes no GPU away.
     seen = (
         math.ceil(state.observed.get(service.name, 0.0) / service.gpus_per_replica) * service.gpus_per_replica
     )
-    rows = [[max(count, seen) for count in rows[0]], *rows[1:]]
+    committed = math.ceil((hour.until - hour.begin) / site.slot)
+    rows = [[max(count, seen) if at < committed else count for count in row] for at, row in enumerate(rows)]
     told = state.targets.get(service.name, {})
     current = sorted(
         numbers[node, gpu]

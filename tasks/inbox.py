@@ -8,7 +8,7 @@ others.
 import contextlib
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -21,6 +21,7 @@ from tasks.instants import text
 from tasks.jobs import Job, occurrences, read_job
 from tasks.specfile import SpecError
 from tasks.storage import NotFoundError, Storage, StorageError
+from tasks.work import Amount, amount_of
 
 MOST_KEPT = 16 << 20  # bytes of a bad spec that are kept beside their rejection
 FINAL_STATES = ("completed", "failed", "cancelled", "expired")
@@ -76,9 +77,10 @@ def _take_spec(
     digest = hashlib.sha256(name.encode() + b"\0" + content).hexdigest()
     identity = job.id or f"{job.kind.replace('_', '-')}-{digest[:8]}"
     fact = fact_key("spec", now, identity)
+    work = None if job.schedule or identity in known else amount_of(job, site.storage)
     if identity in known:
         taken = known[identity]
-    elif write_fact(site.storage, fact, now, spec_fact(job, identity, name, digest, now)):
+    elif write_fact(site.storage, fact, now, spec_fact(job, identity, name, digest, now, work=work)):
         taken = digest
     else:
         taken = str(read_json(site.storage, fact)["sha256"])
@@ -89,7 +91,13 @@ def _take_spec(
 
 
 def spec_fact(
-    job: Job, identity: str, source: str, digest: str, now: datetime, occurrence: datetime | None = None
+    job: Job,
+    identity: str,
+    source: str,
+    digest: str,
+    now: datetime,
+    occurrence: datetime | None = None,
+    work: Amount | None = None,
 ) -> dict[str, Any]:
     """What is recorded of a job that is taken in; `occurrence` is set for one of a recurring job."""
     release = occurrence or max(job.not_before or now, now)
@@ -105,6 +113,7 @@ def spec_fact(
         "deadline": text(job.deadline) if job.deadline else None,
         "source": source,
         "sha256": digest,
+        "work": None if work is None else asdict(work),
     }
 
 
@@ -127,7 +136,8 @@ def take_recurring(site: Site, templates: Iterable[dict[str, Any]], now: datetim
             continue
         for instant in occurrences(row["schedule"], row["last"], horizon, site.cluster.time_zone):
             identity = f"{row['job']}@{instant:%Y-%m-%dT%H:%MZ}"
-            body = spec_fact(job, identity, row["source"], row["sha256"], now, instant)
+            work = amount_of(job, storage)
+            body = spec_fact(job, identity, row["source"], row["sha256"], now, instant, work)
             if write_fact(storage, fact_key("spec", instant, identity), now, body):
                 made.append(identity)
     if broken:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.cluster import Service
-from tasks.durations import LEAST_SECONDS, Estimates
+from tasks.durations import LEAST_SECONDS, Estimates, Work
 from tasks.forecast import LEVELS, STATED_LEVELS, STATED_MULTIPLIERS
 from tasks.trace import TraceJob
 
@@ -115,20 +115,38 @@ class LearnedDurations:
 
     Where nobody declared a duration, most runs last minutes, and most GPU-hours go to the few that last for
     days. At the median every job would seem short, and wide ones would wait for nodes that never empty; such
-    a job is planned at what it takes in the mean.
+    a job is planned at what it takes in the mean. Tenants are not told apart, and a trace knows no work.
     """
 
     past: Estimates
     jobs: Mapping[str, TraceJob]
     longest_s: float
 
-    def estimate_s(self, job: str, kind: str, gpus: int, declared_s: float, level: float = 0.5) -> float:
+    def estimate_s(
+        self,
+        job: str,
+        kind: str,
+        gpus: int,
+        declared_s: float,
+        level: float = 0.5,
+        tenant: str | None = None,
+        work: Work | None = None,
+    ) -> float:
         """Seconds that a run takes."""
         if self.jobs[job].declared_s is not None:
             return self.past.estimate_s(job, kind, gpus, declared_s, level)
         return self.remaining_s(job, kind, gpus, declared_s, 0.0)
 
-    def remaining_s(self, job: str, kind: str, gpus: int, declared_s: float, elapsed_s: float) -> float:
+    def remaining_s(
+        self,
+        job: str,
+        kind: str,
+        gpus: int,
+        declared_s: float,
+        elapsed_s: float,
+        tenant: str | None = None,
+        work: Work | None = None,
+    ) -> float:
         """Seconds left."""
         expected_s = self.past.remaining_s(job, kind, gpus, declared_s, elapsed_s)
         if self.jobs[job].declared_s is not None:
@@ -142,10 +160,28 @@ class TrueDurations:
 
     jobs: Mapping[str, TraceJob]
 
-    def estimate_s(self, job: str, kind: str, gpus: int, declared_s: float, level: float = 0.5) -> float:
+    def estimate_s(
+        self,
+        job: str,
+        kind: str,
+        gpus: int,
+        declared_s: float,
+        level: float = 0.5,
+        tenant: str | None = None,
+        work: Work | None = None,
+    ) -> float:
         """Seconds that the job takes, whatever was declared."""
         return max(self.jobs[job].duration_s, LEAST_SECONDS)
 
-    def remaining_s(self, job: str, kind: str, gpus: int, declared_s: float, elapsed_s: float) -> float:
+    def remaining_s(
+        self,
+        job: str,
+        kind: str,
+        gpus: int,
+        declared_s: float,
+        elapsed_s: float,
+        tenant: str | None = None,
+        work: Work | None = None,
+    ) -> float:
         """Seconds left."""
         return max(self.jobs[job].duration_s - elapsed_s, LEAST_SECONDS)

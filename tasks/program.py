@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import os
-import re
 import shutil
 import signal
 import sys
@@ -30,7 +29,7 @@ from tasks.storage import (
     NotFoundError,
     Storage,
     StorageError,
-    checked_key,
+    located,
     open_storage,
 )
 from training.checkpoints import CheckpointError
@@ -128,9 +127,7 @@ class Program:
         """What a spec's field names: a key in the storage root, or s3://bucket/key. Raises SpecError."""
         where = f"{self.name}: {field_name}: {reference!r}"
         try:
-            if match := re.fullmatch(r"(s3://[^/]+)/(.+)", reference):
-                return Place(open_storage(match[1]), checked_key(match[2].rstrip("/")), where)
-            return Place(self.storage, checked_key(reference.rstrip("/")), where)
+            return Place(*located(self.storage, reference), where)
         except StorageError:
             raise SpecError(
                 f"{where}; expected a key inside the storage root {self.storage.root}, or s3://bucket/key"

@@ -28,7 +28,7 @@ class Projected:
 
 
 def _spec(key: str, fact: Payload) -> Rows:
-    spec = fact["spec"]
+    spec, work = fact["spec"], fact.get("work") or {}
     row = {
         "job": str(fact["job"]),
         "template": _text(fact.get("template")),
@@ -49,6 +49,8 @@ def _spec(key: str, fact: Payload) -> Rows:
         "sha256": str(fact["sha256"]),
         "spec": json.dumps(spec),
         "key": key,
+        "work": _maybe(work.get("amount")),
+        "precision": _text(work.get("precision")),
     }
     return {"specs": [row]}
 

@@ -96,6 +96,13 @@ def open_storage(root: str) -> Storage:
     return DirectoryStorage(Path(path).absolute())
 
 
+def located(storage: Storage, reference: str) -> tuple[Storage, str]:
+    """What a spec names: a key in the storage root, or s3://bucket/key. Raises StorageError."""
+    if match := re.fullmatch(r"(s3://[^/]+)/(.+)", reference):
+        return open_storage(match[1]), checked_key(match[2].rstrip("/"))
+    return storage, checked_key(reference.rstrip("/"))
+
+
 def exists(storage: Storage, key: str) -> bool:
     """Whether an object has this key."""
     return key in storage.keys(key)

@@ -1,0 +1,94 @@
+"""How much a job has to do, where that can be told before it runs: FLOPs, tokens, bytes.
+
+Invariant: an amount is found once, when the job is taken in, from its spec and from what the spec names in
+storage, and stands beside the spec from then on; whatever cannot be told is None, never an error, and such a
+job is planned by its declaration. The cost of the choice: a file of rows is read when its job comes, up to
+`MOST_BYTES`; an input that is not there yet, one that is larger, and a model that does not ship with the
+package (for training) are left to the declaration.
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tasks.durations import Work
+from tasks.jobs import Job
+from tasks.storage import Storage, located
+from training.config import TrainingConfig, checked, parse_config
+from training.flops import flops_per_token
+from training.hardware import HardwareError, published_peak
+from training.manifest import MANIFEST, parse_manifest
+from training.models import SHIPPED, shape_of
+
+MOST_BYTES = 64 << 20  # of an input whose rows are counted
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Amount:
+    """FLOPs of training, in a precision on which the peak depends; most new tokens of inference; bytes of the
+    model that is quantized."""
+
+    amount: float
+    precision: str | None = None
+
+
+def amount_of(job: Job, storage: Storage) -> Amount | None:
+    """What there is to do, or None if that cannot be told."""
+    section = getattr(job, job.kind)
+    if section is None:
+        return None
+    try:
+        return _AMOUNTS[job.kind](job, section, storage)
+    except Exception as error:  # whatever is wrong with what a spec names, its runner will say
+        log.info("%s: what it has to do is not known: %s", job.id or job.kind, error)
+        return None
+
+
+def work_on(amount: float | None, precision: str | None, gpu_types: Iterable[str]) -> Work | None:
+    """A recorded amount as work on GPUs of these types, at the pace of the slowest of them."""
+    if amount is None:
+        return None
+    if precision is None:
+        return Work(amount)
+    try:
+        return Work(amount, min(published_peak(gpu, precision).flops_per_s for gpu in gpu_types))
+    except (HardwareError, ValueError):  # a type without a published peak; no type at all
+        return None
+
+
+def _training(job: Job, section: dict[str, Any], storage: Storage) -> Amount | None:
+    config = section["config"]
+    if isinstance(config, str):
+        place, key = located(storage, config)
+        training = parse_config(place.read(key, MOST_BYTES).decode(), config)
+    else:
+        training = checked(TrainingConfig, config, "config")
+    if training.model not in SHIPPED:
+        return None
+    sequences = training.micro_batch * training.accumulation_for(job.gpus) * job.gpus
+    tokens = sequences * training.seq_len * training.steps
+    return Amount(
+        float(flops_per_token(shape_of(training.model), training.seq_len)) * tokens, training.precision
+    )
+
+
+def _batch_inference(_: Job, section: dict[str, Any], storage: Storage) -> Amount | None:
+    from tasks.inference import InferenceSpec  # with all that a program needs, which the hour does not
+
+    spec = InferenceSpec.model_validate(section)
+    place, key = located(storage, spec.input)
+    rows = sum(1 for line in place.read(key, MOST_BYTES).splitlines() if line.strip())
+    return Amount(float(rows * spec.max_new_tokens)) if rows else None
+
+
+def _quantization(_: Job, section: dict[str, Any], storage: Storage) -> Amount | None:
+    place, key = located(storage, section["model"])
+    files = parse_manifest(place.read(f"{key}/{MANIFEST}", MOST_BYTES), key)
+    size = sum(entry.bytes for entry in files.values())
+    return Amount(float(size)) if size else None
+
+
+_AMOUNTS = {"training": _training, "batch_inference": _batch_inference, "quantization": _quantization}
