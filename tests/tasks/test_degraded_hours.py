@@ -9,6 +9,7 @@ import pytest
 import allocator
 from tasks.instants import text
 from tasks.serving import target
+from tasks.tournament import BUILT_IN, OURS
 from tests.conftest import make_site
 from tests.tasks.local_server import Asked, Reply, local_server
 from tests.tasks.planned_hours import Done, Runs, answer, ask, plan_hour, submit
@@ -51,7 +52,7 @@ def test_a_forecaster_that_fails_leaves_its_last_forecast_and_the_hour_goes_on(
     def fails(*_: object) -> Any:
         raise ArithmeticError("a fault")
 
-    monkeypatch.setattr("tasks.expect.forecast", fails)
+    monkeypatch.setitem(BUILT_IN, OURS, fails)
     later = HOUR + timedelta(hours=1)
     answer(site, later)
     submit(site, "a")
