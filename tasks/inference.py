@@ -1,316 +1,574 @@
-"""The program of `kind: batch_inference`: a completion for every row of a JSONL file.
+"""The program of `kind: batch_inference`: a completion for every row of JSONL or Parquet files.
 
 Invariant: one output row for each input row, in their order, in shards that appear whole; a shard that is
 there is never done again, so a job that was killed at any moment goes on where it was. A row that cannot be
-processed is a row with an `error`. The input is read as a stream, one shard at a time. Decoding is greedy:
-it gives the same text each time, and shards do not depend on who made them.
+processed is a row with an `error`. The list of shards lies in storage beside them: every process of every
+node works off its own stretch of it and then takes what is left of the others', one claim a shard.
 """
 
+import hashlib
 import json
-import math
 import os
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+import threading
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from tasks.program import JobFailedError, Program, leave_out, local_file, local_model, main
+from tasks.engines import (
+    Completion,
+    Engine,
+    EngineName,
+    Precision,
+    Settings,
+    Tokens,
+    check_engine,
+    open_engine,
+    read_tokens,
+)
+from tasks.generating import Work
+from tasks.program import FinalError, JobFailedError, Program, leave_out, local_file, local_model, main
+from tasks.rows import (
+    ADDED,
+    Format,
+    InputFile,
+    Reader,
+    Row,
+    Shard,
+    decoded,
+    encoded,
+    fingerprint,
+    format_of,
+    is_pattern,
+    matches,
+)
+from tasks.rows import shards as cut
 from tasks.specfile import SpecError, Strict, read_spec
-from tasks.storage import NotFoundError, Storage
-from training.manifest import Entry, entries_of, manifest_bytes
-from training.models import ModelError, config_of, load, longest_sequence
+from tasks.storage import NotFoundError, exists
+from training.manifest import MANIFEST, Entry, entries_of, manifest_bytes
+from training.models import config_of
 from training.processes import World, launch, world_from_environment
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-WORKER = "SLOTWISE_WORKER"
-RUN = "run.json"  # what the shards of an output were made from
+WORKER = "SLOTWISE_WORKER"  # in the processes that this one started: the model's directory
+RUN = "run.json"  # what the shards of an output are made from, and their list
+REPORT = "report.json"  # what came of all of them
+EXAMPLES = 5
 
 
 class InferenceSpec(Strict):
     """The section `batch_inference:` of a job."""
 
-    input: str  # key of a JSONL file
+    input: str | list[str]  # keys of JSONL or Parquet files, or globs
     model: str  # key prefix of a model's directory
     prompt: str = "prompt"  # the column that holds the prompt
+    messages: str | None = None  # or: the column that holds messages, for the model's chat template
     max_new_tokens: int = Field(default=64, ge=1)
-    batch: int = Field(default=16, ge=1)  # rows generated together
-    shard_rows: int = Field(default=256, ge=1)  # rows in an output file
+    temperature: float = Field(default=0.0, ge=0, le=100, allow_inf_nan=False)  # 0: greedy
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)  # 0: no limit
+    repetition_penalty: float = Field(default=1.0, gt=0, le=10)
+    stop: list[str] = Field(default=[], max_length=16)
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    engine: EngineName = "transformers"
+    dtype: Precision = "auto"
+    tensor_parallel: int = Field(default=1, ge=1)  # GPUs that share one copy of the model
+    batch: int | None = Field(default=None, ge=1)  # most rows generated together; memory decides by itself
+    token_budget: int | None = Field(default=None, ge=1)  # most tokens in a batch, padding and new ones too
+    shard_rows: int = Field(default=512, ge=1)  # rows in an output file
+    output_format: Literal["same", "jsonl", "parquet"] = "same"
     max_error_share: float = Field(default=0.5, ge=0, le=1)  # more rows with errors than this fail the job
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.messages is not None and "prompt" in self.model_fields_set:
+            raise ValueError("prompt and messages are both given; expected one of them")
+        if not self.input:
+            raise ValueError("input: expected at least one file")
+        if not all(self.stop):
+            raise ValueError("stop: an empty text would stop at once")
+        return self
+
+    @property
+    def column(self) -> str:
+        """What is asked is in this column."""
+        return self.messages or self.prompt
+
+    @property
+    def settings(self) -> Settings:
+        """How rows are completed."""
+        names = ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed")
+        return Settings(**{name: getattr(self, name) for name in names}, stop=tuple(self.stop))
 
 
 @dataclass
 class Tally:
-    """What this process has done so far."""
+    """Rows of shards, by how they ended, with examples of what went wrong."""
 
     rows: int = 0
     failed: int = 0
-    generated: int = 0  # rows that this attempt made, in `seconds`
-    tokens: int = 0
-    seconds: float = 0.0
-    example: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    examples: list[str] = field(default_factory=list)
 
-    def count(self, row: dict[str, Any]) -> None:
-        self.rows += 1
-        if row["error"] is not None:
-            self.failed += 1
-            self.example = self.example or str(row["error"])
+    def add(self, other: "Tally") -> None:
+        """Take in the rows of another."""
+        self.rows += other.rows
+        self.failed += other.failed
+        self.prompt_tokens += other.prompt_tokens
+        self.completion_tokens += other.completion_tokens
+        self.examples = (self.examples + other.examples)[:EXAMPLES]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is done with which rows, as all processes of all attempts see it."""
+
+    spec: InferenceSpec
+    files: tuple[InputFile, ...]
+    shards: tuple[Shard, ...]
+    form: Format
+
+    @property
+    def rows(self) -> int:
+        """Of the whole input."""
+        return sum(shard.rows for shard in self.shards)
 
 
 def infer(program: Program) -> None:
-    """Complete every row, and leave the rows as `<output>/rows-NNNNN.jsonl`."""
+    """Complete every row, and leave the rows as `<output>/rows-NNNNN.jsonl` or `.parquet`."""
     spec = read_spec(InferenceSpec, program.text, program.name)
-    source = local_file(program.place("input", spec.input), program.scratch)
-    directory = local_model(program.place("model", spec.model), program.scratch)
-    _same_run_as_before(program, spec, source, directory)
-    processes = 1 if program.virtual else program.gpus
-    if processes > 1 and WORKER not in os.environ:
-        command = [sys.executable, "-m", "tasks.inference", *sys.argv[1:]]
-        code = launch(command, processes, {**os.environ, WORKER: "1"}, program.node_rank, program.nodes)
-        if code:
-            sys.exit(code)
-        program.metrics.path = None
+    gpus = 1 if program.virtual else program.gpus
+    check_engine(spec.engine, spec.tensor_parallel, gpus)
+    files = _input_files(program, spec)
+    worker = os.environ.get(WORKER)
+    directory = Path(worker) if worker else local_model(program.place("model", spec.model), program.scratch)
+    run = _agreed(program, spec, files, directory)
+    if _done_before(program):
         return
-    world = world_from_environment() if WORKER in os.environ else World(program.node_rank, program.nodes)
-    tally = _own_shards(program, spec, source, directory, world)
-    _report(program, tally, 1.0)
-    if tally.failed > spec.max_error_share * tally.rows:
-        raise SpecError(
-            f"{tally.failed} of {tally.rows} rows failed, more than the {spec.max_error_share:g} allowed; "
-            f"for example: {tally.example}"
-        )
-    _close_if_complete(program, spec, source)
+    processes = gpus // spec.tensor_parallel
+    if worker is None and (processes > 1 or spec.tensor_parallel > 1):
+        _start_workers(program, directory, processes, spec.tensor_parallel)
+        return
+    world = world_from_environment() if worker else World(program.node_rank, program.nodes)
+    if worker:
+        program.metrics.path = program.scratch / f"worker-{world.local_rank}.json"
+        _see_own_gpus(world.local_rank, spec.tensor_parallel)
+    _work(program, run, directory, world, own_gpus=bool(worker))
+    _close_if_complete(program, run)
 
 
-def _own_shards(program: Program, spec: InferenceSpec, source: Path, directory: Path, world: World) -> Tally:
-    """Do the shards of this process that are not there yet."""
-    tally = Tally()
-    total = source.stat().st_size
-    done = set(program.storage.keys(f"{program.output}/rows-"))
-    engine: Engine | None = None
-    for index, (position, lines) in enumerate(_shards(source, spec.shard_rows)):
-        if index % world.size != world.rank:
-            continue
-        key = shard_key(program.output, index)
-        if key in done:
-            for line in program.storage.read(key).splitlines():
-                tally.count(json.loads(line))
-        else:
-            engine = engine or Engine(
-                directory, world.local_rank, spec, program.own_process
-            )  # a finished job needs no model
-            began = time.perf_counter()
-            rows = engine.complete(lines)
-            tally.seconds += time.perf_counter() - began
-            tally.generated += len(rows)
-            for row in rows:
-                tally.count(row)
-                tally.tokens += row["completion_tokens"] or 0
-            text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
-            program.storage.write(key, text.encode("utf-8", errors="replace"))
-            print(f"{key}: {len(rows)} rows", flush=True)
-        _report(program, tally, position / total)
-    return tally
-
-
-def shard_key(output: str, index: int) -> str:
+def shard_key(output: str, index: int, form: Format = "jsonl") -> str:
     """Where the rows of a shard lie."""
-    return f"{output}/rows-{index:05d}.jsonl"
+    return f"{output}/rows-{index:05d}.{form}"
 
 
-class Engine:
-    """A model that completes rows, longest prompts together, on one device."""
+@dataclass(frozen=True)
+class _Prepared:
+    """A shard that was read, with the tokens of its prompts or what is wrong with them."""
 
-    def __init__(self, directory: Path, gpu: int, spec: InferenceSpec, own_process: bool = False) -> None:
-        self.spec = spec
+    shard: Shard
+    rows: list[Row]
+    table: Any
+    prompts: list[list[int] | str]
+
+
+def _work(program: Program, run: Run, directory: Path, world: World, own_gpus: bool) -> None:
+    """Do shards until none is left. Reading and writing go on beside generating, one shard ahead each."""
+    tally, work = Tally(), Work(processes=1)
+    if program.own_process:  # what a quantized model needs costs the others a second
         plain = config_of(str(directory)).get("quantization_config") is None
-        if own_process:  # what a quantized model needs costs the others a second
-            leave_out("scipy", *(["torchao"] if plain else []))
-        import torch
-        from transformers import AutoTokenizer
+        leave_out("scipy", *(["torchao"] if plain else []))
+    engine: Engine | None = None
+    tokens: Tokens | None = None
+    reader = Reader(run.files, run.spec.column)
+    done = _finished(program, run)
+    claims = _claimed(program, run, world, done)
+    for index in sorted(done)[world.rank :: world.size]:
+        tally.add(_recounted(program, run, index))
+    _check_errors(run, tally)
 
-        self.device = torch.device("cuda", gpu) if torch.cuda.is_available() else torch.device("cpu")
-        self.model: Any = load(str(directory)).to(self.device).eval()
-        try:
-            self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                directory, local_files_only=True
-            )
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelError(
-                f"{spec.model}: its tokenizer cannot be loaded: {' '.join(str(error).split())}"
-            ) from None
-        self.tokenizer.padding_side = "left"
-        if self.tokenizer.pad_token_id is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
-        self.room = (longest_sequence(str(directory)) or math.inf) - spec.max_new_tokens
+    def prepare() -> _Prepared | None:
+        shard = next(claims, None)
+        if shard is None:
+            return None
+        nonlocal tokens
+        if tokens is None:
+            tokens = read_tokens(directory, run.spec.model)
+            if run.spec.messages is not None and not tokens.chat:
+                raise SpecError(f"messages: {run.spec.model!r} has no chat template; give prompt: instead")
+        rows, table = reader.read(shard)
+        readable = [row for row in rows if row.error is None]
+        asked = iter(tokens.of([_asked(row.asked, run.spec) for row in readable]))
+        prompts = [row.error if row.error is not None else next(asked) for row in rows]
+        return _Prepared(shard, rows, table, prompts)
 
-    def complete(self, lines: Sequence[tuple[int, bytes]]) -> list[dict[str, Any]]:
-        """An output row for each input line, in their order."""
-        rows = [_parsed(number, line, self.spec.prompt) for number, line in lines]
-        prompts: dict[int, list[int]] = {}
-        for place, row in enumerate(rows):
-            if row["error"] is None:
-                tokens = self.tokenizer(row[self.spec.prompt])["input_ids"]
-                row["prompt_tokens"] = len(tokens)
-                if not tokens:
-                    row["error"] = f"line {lines[place][0]}: {self.spec.prompt}: is empty"
-                elif len(tokens) > self.room:
-                    row["error"] = (
-                        f"line {lines[place][0]}: {len(tokens)} tokens and {self.spec.max_new_tokens} new "
-                        f"ones do not fit the model's {int(self.room) + self.spec.max_new_tokens}"
-                    )
-                else:
-                    prompts[place] = tokens
-        by_length = sorted(prompts, key=lambda place: -len(prompts[place]))
-        for first in range(0, len(by_length), self.spec.batch):
-            together = by_length[first : first + self.spec.batch]
-            for place, made in zip(together, self._generated([prompts[p] for p in together]), strict=True):
-                rows[place] |= made
-        return rows
-
-    def _generated(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
-        """Completions of prompts that run together; halves of them when memory does not hold all."""
-        import torch
-
-        try:
-            return self._generate(prompts)
-        except torch.OutOfMemoryError:
-            if len(prompts) == 1:
-                return [{"error": "out of memory"}]
-        torch.cuda.empty_cache()
-        half = len(prompts) // 2
-        return self._generated(prompts[:half]) + self._generated(prompts[half:])
-
-    def _generate(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
-        import torch
-
-        padded = self.tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(self.device)
-        with torch.inference_mode():
-            out = self.model.generate(
-                input_ids=padded["input_ids"],
-                attention_mask=padded["attention_mask"],
-                max_new_tokens=self.spec.max_new_tokens,
-                do_sample=False,
-                num_beams=1,
-                pad_token_id=self.tokenizer.pad_token_id,
-            )
-        ends = self.model.generation_config.eos_token_id
-        stops = set(ends if isinstance(ends, list) else [ends])
-        found = []
-        for tokens in out[:, padded["input_ids"].shape[1] :].tolist():
-            end = next((place for place, token in enumerate(tokens) if token in stops), None)
-            kept = tokens if end is None else tokens[:end]
-            found.append(
-                {
-                    "completion": self.tokenizer.decode(kept, skip_special_tokens=True),
-                    "completion_tokens": len(kept) + (end is not None),
-                    "finish_reason": "length" if end is None else "stop",
-                }
-            )
-        return found
+    with ThreadPoolExecutor(1) as reading, ThreadPoolExecutor(1) as writing:
+        written: Future[None] | None = None
+        coming = reading.submit(prepare)
+        while (prepared := coming.result()) is not None:
+            coming = reading.submit(prepare)
+            if engine is None:  # a finished job needs no model
+                engine = _opened(run.spec, directory, 0 if own_gpus else world.local_rank)
+                work = engine.work
+            rows, counted = _completed(run, engine, prepared)
+            if written is not None:
+                written.result()
+            written = writing.submit(_put, program, run, prepared, rows, counted)
+            tally.add(counted)
+            _report(program, run, tally, work)
+            _check_errors(run, tally)
+        if written is not None:
+            written.result()
+    _report(program, run, tally, work)
 
 
-def _parsed(number: int, line: bytes, prompt: str) -> dict[str, Any]:
-    """The output row of an input line as far as reading goes: its own columns, and ours, which win."""
-    result: dict[str, Any] = {
-        "completion": None,
-        "prompt_tokens": None,
-        "completion_tokens": None,
-        "finish_reason": None,
-        "error": None,
-    }
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        shown = line[:200].decode("utf-8", errors="replace").strip()
-        return {"line": shown, **result, "error": f"line {number}: not JSON in UTF-8: {error}"}
-    if not isinstance(row, dict):
-        return {
-            "line": str(row)[:200],
-            **result,
-            "error": f"line {number}: expected an object with {prompt!r}",
-        }
-    if prompt not in row:
-        result["error"] = f"line {number}: has no column {prompt!r}"
-    elif not isinstance(row[prompt], str):
-        result["error"] = f"line {number}: {prompt}: {str(row[prompt])[:80]!r} is not text"
-    return {**row, **{key: value for key, value in result.items() if key != prompt}}
-
-
-def _shards(source: Path, size: int) -> Iterator[tuple[int, list[tuple[int, bytes]]]]:
-    """The lines of a file that hold anything, numbered, `size` at a time, and the bytes read so far."""
-    with source.open("rb") as file:
-        position = 0
-
-        def lines() -> Iterator[tuple[int, bytes]]:
-            nonlocal position
-            for number, line in enumerate(file, 1):
-                position += len(line)
-                if line.strip():
-                    yield number, line
-
-        stream = lines()
-        while shard := list(islice(stream, size)):
-            yield position, shard
-
-
-def _same_run_as_before(program: Program, spec: InferenceSpec, source: Path, directory: Path) -> None:
-    """Note what the output is made from; refuse to go on with shards that were made from something else."""
-    model = {name: entry.sha256 for name, entry in entries_of(directory).items()}
-    made_from = {
-        "input": spec.input,
-        "input_bytes": source.stat().st_size,
-        "model": model,
-        "prompt": spec.prompt,
-        "max_new_tokens": spec.max_new_tokens,
-        "shard_rows": spec.shard_rows,
-    }
-    data = json.dumps(made_from, indent=1, sort_keys=True).encode()
-    key = f"{program.output}/{RUN}"
-    if program.storage.create(key, data) or program.storage.read(key) == data:
-        return
-    before = json.loads(program.storage.read(key))
-    changed = next(name for name, value in made_from.items() if before.get(name) != value)
-    raise SpecError(
-        f"{program.name}: {changed}: the rows under {program.output} were made with another one; "
-        "use another output, or remove them"
+def _opened(spec: InferenceSpec, directory: Path, gpu: int) -> Engine:
+    return open_engine(
+        spec.engine,
+        directory,
+        spec.model,
+        spec.settings,
+        spec.dtype,
+        gpu,
+        spec.tensor_parallel,
+        spec.batch,
+        spec.token_budget,
     )
 
 
-def _close_if_complete(program: Program, spec: InferenceSpec, source: Path) -> None:
-    """List the shards in a manifest once all are there: the last process to finish sees them all."""
-    count = sum(1 for _ in _shards(source, spec.shard_rows))
-    wanted = [shard_key(program.output, index) for index in range(count)]
-    if not set(wanted) <= set(program.storage.keys(f"{program.output}/rows-")):
-        return
-    entries = {key.rpartition("/")[2]: _entry(program.storage, key) for key in wanted}
-    program.storage.write(f"{program.output}/manifest.json", manifest_bytes(entries))
-    program.metrics.update(outputs=[f"{program.output}/manifest.json", *wanted[:20]])
+def _asked(value: Any, spec: InferenceSpec) -> Any:
+    """A prompt must be a text and messages a list: the other one is shown as what it is not."""
+    if spec.messages is None and isinstance(value, list):
+        return None if not value else {"list": value}
+    return value if spec.messages is None or isinstance(value, list) else {"no list": value}
 
 
-def _entry(storage: Storage, key: str) -> Entry:
-    import hashlib
+def _completed(run: Run, engine: Engine, prepared: _Prepared) -> tuple[list[dict[str, Any]], Tally]:
+    """The output rows of a shard, and their count."""
+    new, column = run.spec.max_new_tokens, run.spec.column
+    errors: dict[int, str] = {}
+    good: dict[int, list[int]] = {}
+    for place, (row, prompt) in enumerate(zip(prepared.rows, prepared.prompts, strict=True)):
+        if isinstance(prompt, str):
+            errors[place] = row.error or f"{row.where}: {column}: {prompt}"
+        elif not prompt:
+            errors[place] = f"{row.where}: {column}: is empty"
+        elif len(prompt) + new > engine.tokens.longest:
+            errors[place] = (
+                f"{row.where}: {len(prompt)} tokens and {new} new ones do not fit the model's "
+                f"{int(engine.tokens.longest)}"
+            )
+        else:
+            good[place] = prompt
+    seed = (run.spec.seed * 1_000_003 + prepared.shard.index) % 2**63
+    made = dict(zip(good, engine.complete(list(good.values()), seed), strict=True)) if good else {}
+    tally, rows = Tally(), []
+    for place, row in enumerate(prepared.rows):
+        answer = made.get(place, Completion(None, None, None, errors.get(place)))
+        error = answer.error if answer.error is None or place in errors else f"{row.where}: {answer.error}"
+        tokens = prepared.prompts[place]
+        added = (
+            answer.text,
+            len(tokens) if isinstance(tokens, list) else None,
+            answer.tokens,
+            answer.reason,
+            error,
+        )
+        own = {name: value for name, value in zip(ADDED, added, strict=True) if name != column}
+        rows.append({**row.columns, **own})
+        tally.add(_counted(dict(zip(ADDED, added, strict=True))))
+    return rows, tally
 
+
+def _counted(row: dict[str, Any]) -> Tally:
+    error = row["error"]
+    return Tally(
+        1,
+        int(error is not None),
+        row["prompt_tokens"] or 0 if error is None else 0,
+        row["completion_tokens"] or 0,
+        [] if error is None else [str(error)[:300]],
+    )
+
+
+def _put(program: Program, run: Run, prepared: _Prepared, rows: list[dict[str, Any]], counted: Tally) -> None:
+    """Write a shard, then what is to be known of it without reading it again."""
+    key = shard_key(program.output, prepared.shard.index, run.form)
+    data = encoded(rows, prepared.table, run.form)
+    program.storage.write(key, data)
+    _write_record(program, prepared.shard.index, data, counted)
+    print(f"{key}: {len(rows)} rows", flush=True)
+
+
+def _write_record(program: Program, index: int, data: bytes, counted: Tally) -> dict[str, Any]:
+    record = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), "tally": asdict(counted)}
+    program.storage.write(_record_key(program, index), json.dumps(record).encode())
+    return record
+
+
+def _record_key(program: Program, index: int) -> str:
+    return f"{program.output}/records/{index:05d}.json"
+
+
+def _record(program: Program, run: Run, index: int) -> dict[str, Any]:
+    """What is known of a finished shard; counted again when its writer was killed before it noted that."""
     try:
-        data = storage.read(key)
+        return dict(json.loads(program.storage.read(_record_key(program, index))))
+    except (NotFoundError, ValueError):
+        pass
+    key = shard_key(program.output, index, run.form)
+    try:
+        data = program.storage.read(key)
     except NotFoundError:
         raise JobFailedError(f"{key}: was there and is gone") from None
-    return Entry(len(data), hashlib.sha256(data).hexdigest())
+    tally = Tally()
+    for row in decoded(data, run.form):
+        tally.add(_counted(row))
+    return _write_record(program, index, data, tally)
 
 
-def _report(program: Program, tally: Tally, progress: float) -> None:
-    rates: dict[str, Any] = (
-        {"rows_per_s": tally.generated / tally.seconds, "tokens_per_s": tally.tokens / tally.seconds}
-        if tally.tokens and tally.seconds
-        else {}
+def _recounted(program: Program, run: Run, index: int) -> Tally:
+    return Tally(**_record(program, run, index)["tally"])
+
+
+def _finished(program: Program, run: Run) -> set[int]:
+    """Shards that are there."""
+    there = set(program.storage.keys(f"{program.output}/rows-"))
+    return {s.index for s in run.shards if shard_key(program.output, s.index, run.form) in there}
+
+
+def _claimed(program: Program, run: Run, world: World, done: set[int]) -> Iterator[Shard]:
+    """Shards for this process alone: its own stretch of what is left, then the ends of the others'.
+
+    Claims are the attempt's: another attempt begins when all processes of this one are gone.
+    """
+    left = [shard for shard in run.shards if shard.index not in done]
+    if world.size == 1:
+        yield from left
+        return
+    cuts = [len(left) * rank // world.size for rank in range(world.size + 1)]
+    stretches = [left[begin:end] for begin, end in pairwise(cuts)]
+    order = list(stretches[world.rank])
+    for step in range(1, world.size):
+        order += reversed(stretches[(world.rank + step) % world.size])
+    prefix = f"{program.output}/claims/{os.environ.get('SLOTWISE_ATTEMPT', '1')}"
+    taken: set[int] = set()
+    for shard in order:
+        if shard.index in taken:
+            continue
+        if program.storage.create(f"{prefix}/{shard.index:05d}", f"rank {world.rank}".encode()):
+            # Who finishes last removes the claims: what is done is not to be claimed again.
+            if not exists(program.storage, shard_key(program.output, shard.index, run.form)):
+                yield shard
+        else:
+            taken = {int(key.rpartition("/")[2]) for key in program.storage.keys(f"{prefix}/")}
+
+
+def _input_files(program: Program, spec: InferenceSpec) -> tuple[InputFile, ...]:
+    """The files of the input, on this machine, in the order of the spec. Raises SpecError."""
+    names: list[str] = []
+    for reference in [spec.input] if isinstance(spec.input, str) else spec.input:
+        if not is_pattern(reference):
+            names.append(reference)
+            continue
+        place = program.place("input", reference)
+        fixed = place.key[: min(place.key.index(mark) for mark in "*?[" if mark in place.key)]
+        found = matches(place.key, place.storage.keys(fixed.rpartition("/")[0] + "/" if "/" in fixed else ""))
+        if not found:
+            raise SpecError(f"{place.where}: nothing in {place.storage.root} matches")
+        prefix = reference.removesuffix(place.key)
+        names += [prefix + key for key in found]
+    format_of(names)
+    return tuple(InputFile(name, local_file(program.place("input", name), program.scratch)) for name in names)
+
+
+def _agreed(program: Program, spec: InferenceSpec, files: tuple[InputFile, ...], directory: Path) -> Run:
+    """The run as the first process to come wrote it down; refuses to go on with one of something else."""
+    given = format_of([file.name for file in files])
+    form: Format = given if spec.output_format == "same" else spec.output_format
+    if form == "parquet" and given != "parquet":
+        raise SpecError(
+            "output_format: parquet: the input is JSONL, whose rows have no types; expected jsonl"
+        )
+    made_from = {
+        "input": [[file.name, fingerprint(file.path)] for file in files],
+        "model": _model_print(directory),
+        "settings": asdict(spec.settings) | {"stop": list(spec.stop)},
+        "engine": spec.engine,
+        "dtype": spec.dtype,
+        "prompt": spec.column,
+        "messages": spec.messages,
+        "shard_rows": spec.shard_rows,
+        "output_format": form,
+    }
+    key = f"{program.output}/{RUN}"
+    try:
+        agreed = json.loads(program.storage.read(key))
+    except NotFoundError:
+        Reader(files, spec.column).check()
+        found = cut(files, spec.shard_rows)
+        agreed = {"made_from": made_from, "shards": [list(asdict(shard).values()) for shard in found]}
+        if not program.storage.create(key, json.dumps(agreed).encode()):
+            agreed = json.loads(program.storage.read(key))
+    for name in _changed(agreed["made_from"], made_from):
+        raise SpecError(
+            f"{program.name}: {name}: the rows under {program.output} were made with another one; "
+            "use another output, or remove them"
+        )
+    return Run(spec, files, tuple(Shard(*values) for values in agreed["shards"]), form)
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+    for name, value in after.items():
+        known = before.get(name)
+        if isinstance(value, dict) and isinstance(known, dict) and name == "settings":
+            yield from _changed(known, value)
+        elif value != known:
+            yield name
+
+
+def _model_print(directory: Path) -> str:
+    """Names a model: its manifest, which holds the hash of every file, or hashes made now."""
+    if (directory / MANIFEST).is_file():
+        return hashlib.sha256((directory / MANIFEST).read_bytes()).hexdigest()
+    hashes = {name: entry.sha256 for name, entry in entries_of(directory).items()}
+    return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
+
+
+def _close_if_complete(program: Program, run: Run) -> None:
+    """List the shards in a manifest once all are there: the last process to finish sees them all."""
+    wanted = [shard_key(program.output, shard.index, run.form) for shard in run.shards]
+    if not set(wanted) <= set(program.storage.keys(f"{program.output}/rows-")):
+        return
+    with ThreadPoolExecutor(8) as pool:
+        records = list(pool.map(lambda shard: _record(program, run, shard.index), run.shards))
+    tally = Tally()
+    for record in records:
+        tally.add(Tally(**record["tally"]))
+    _check_errors(run, tally)
+    entries = {
+        key.rpartition("/")[2]: Entry(record["bytes"], record["sha256"])
+        for key, record in zip(wanted, records, strict=True)
+    }
+    program.storage.write(f"{program.output}/{REPORT}", json.dumps(asdict(tally), indent=1).encode())
+    program.storage.write(f"{program.output}/{MANIFEST}", manifest_bytes(entries))
+    for key in [
+        *program.storage.keys(f"{program.output}/claims/"),
+        *program.storage.keys(f"{program.output}/records/"),
+    ]:
+        program.storage.delete(key)
+    program.metrics.update(
+        rows_done=tally.rows,
+        rows_failed=tally.failed,
+        progress=1.0,
+        outputs=[f"{program.output}/{MANIFEST}", *wanted[:20]],
     )
-    program.metrics.update(rows_done=tally.rows, rows_failed=tally.failed, progress=progress, **rates)
+
+
+def _done_before(program: Program) -> bool:
+    """Whether an earlier attempt finished all; then its counts are ours."""
+    if not exists(program.storage, f"{program.output}/{MANIFEST}"):
+        return False
+    report = json.loads(program.storage.read(f"{program.output}/{REPORT}"))
+    program.metrics.update(
+        rows_done=report["rows"],
+        rows_failed=report["failed"],
+        progress=1.0,
+        outputs=[f"{program.output}/{MANIFEST}"],
+    )
+    print(f"{program.output} is there already", flush=True)
+    return True
+
+
+def _check_errors(run: Run, tally: Tally) -> None:
+    """Raise FinalError as soon as there are too many errors, however the rest goes."""
+    if tally.failed > run.spec.max_error_share * run.rows:
+        raise FinalError(
+            f"{tally.failed} of {run.rows} rows failed, more than the {run.spec.max_error_share:g} allowed; "
+            f"for example: {' | '.join(tally.examples)}"
+        )
+
+
+def _report(program: Program, run: Run, tally: Tally, work: Work) -> None:
+    """What people see while rows are done; of a worker also the sums, for its parent to add up."""
+    program.metrics.update(
+        rows_done=tally.rows,
+        rows_failed=tally.failed,
+        progress=tally.rows / max(run.rows, 1),
+        **work.metrics(run.spec.tensor_parallel),
+        **({"work": asdict(work)} if WORKER in os.environ else {}),
+    )
+
+
+def _start_workers(program: Program, directory: Path, processes: int, tensor_parallel: int) -> None:
+    """One process for each GPU, or group of them, of this node; their metrics add up to the job's."""
+    command = [sys.executable, "-m", "tasks.inference", *sys.argv[1:]]
+    surroundings = {**os.environ, WORKER: str(directory)}
+    surroundings.setdefault("SLOTWISE_ATTEMPT", uuid.uuid4().hex)  # by hand
+    program.scratch.mkdir(parents=True, exist_ok=True)
+    files = [program.scratch / f"worker-{rank}.json" for rank in range(processes)]
+    for file in files:
+        file.unlink(missing_ok=True)
+    with _added_up(program, files, tensor_parallel):
+        code = launch(command, processes, surroundings, program.node_rank, program.nodes)
+    if code:
+        program.metrics.write()
+        sys.exit(code)  # the worker has said why
+
+
+@contextmanager
+def _added_up(program: Program, files: list[Path], gpus_per_process: int) -> Iterator[None]:
+    """Keep the job's metrics the sum of its workers'."""
+    over = threading.Event()
+
+    def look() -> None:
+        found = []
+        for file in files:
+            try:
+                found.append(json.loads(file.read_text(encoding="utf-8")))
+            except (OSError, ValueError):
+                continue
+        work = Work(processes=0)
+        for each in found:
+            if each.get("work"):
+                work.add(Work(**each["work"]))
+        sums = {name: sum(each.get(name) or 0 for each in found) for name in ("rows_done", "rows_failed")}
+        closed = next((each for each in found if each.get("outputs")), None)
+        if closed:  # by who finished last, which counted the rows of all nodes
+            sums = {name: closed[name] for name in ("rows_done", "rows_failed", "outputs")}
+        progress = 1.0 if closed else sum(each.get("progress") or 0 for each in found)
+        said = next((each["message"] for each in found if each.get("message")), None)
+        program.metrics.update(
+            **sums, progress=progress, **work.metrics(gpus_per_process), **({"message": said} if said else {})
+        )
+
+    def watch() -> None:
+        while not over.wait(1.0):
+            look()
+
+    thread = threading.Thread(target=watch, name="metrics", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        look()
+
+
+def _see_own_gpus(local_rank: int, tensor_parallel: int) -> None:
+    """Leave this process the GPUs of its group; nothing has looked at them yet."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    given = visible.split(",") if visible else [str(gpu) for gpu in range((local_rank + 1) * tensor_parallel)]
+    own = given[local_rank * tensor_parallel : (local_rank + 1) * tensor_parallel]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """What the programs of the three kinds share: where they run, what they read and publish, and how they end.
 
-Invariant: a mistake in a spec is one line and exit code 2, anything else that fails is 1 and may be tried
-again, and SIGTERM is 143. A directory that this module publishes is seen whole or as incomplete, never
-half. Metrics are a file that is replaced, at most once a second until the program ends.
+Invariant: what no second attempt can cure, such as a mistake in a spec, is one line and exit code 2;
+anything else that fails is 1 and may be tried again, and SIGTERM is 143. A directory that this module
+publishes is seen whole or as incomplete, never half. Metrics are a file that is replaced, at most once a
+second until the program ends.
 """
 
 import contextlib
@@ -23,6 +24,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from tasks.object_cache import cached
+from tasks.s3 import S3Storage
 from tasks.specfile import SpecError
 from tasks.storage import (
     DirectoryStorage,
@@ -48,8 +51,19 @@ class JobFailedError(Exception):
     """The work was done and did not succeed; the message is for people."""
 
 
+class FinalError(JobFailedError):
+    """As above, and another attempt would end the same way: too many rows failed, a gate was not passed."""
+
+
 # Errors that no second attempt will cure, and errors whose text says all there is to say.
-WRONG: tuple[type[Exception], ...] = (SpecError, ConfigError, DataError, ModelError, TokenizerError)
+WRONG: tuple[type[Exception], ...] = (
+    SpecError,
+    ConfigError,
+    DataError,
+    ModelError,
+    TokenizerError,
+    FinalError,
+)
 PLAIN: tuple[type[Exception], ...] = (StorageError, CheckpointError, ManifestError, JobFailedError)
 
 
@@ -181,9 +195,8 @@ def local_file(place: Place, scratch: Path) -> Path:
             raise SpecError(f"{place.where}: {_missing(place)}")
         return path
     path = scratch / "inputs" / _digest(place) / place.key.rpartition("/")[2]
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        place.storage.download(place.key, path)
+        _get(place.storage, place.key, path)
     except NotFoundError:
         raise SpecError(f"{place.where}: {_missing(place)}") from None
     return path
@@ -275,7 +288,8 @@ def _local_directory(place: Place, keys: Sequence[str], copy: Path) -> Path:
         wanted = place.storage.read(f"{place.key}/{MANIFEST}")
         entries = parse_manifest(wanted, place.where)
         with contextlib.suppress(OSError, ManifestError):
-            if (copy / MANIFEST).read_bytes() == wanted:
+            links = any(path.is_symlink() for path in copy.rglob("*"))  # to what this process must hold
+            if not links and (copy / MANIFEST).read_bytes() == wanted:
                 verify(copy)
                 return copy
         names = list(entries)
@@ -283,16 +297,24 @@ def _local_directory(place: Place, keys: Sequence[str], copy: Path) -> Path:
         wanted, names = b"", [key.removeprefix(f"{place.key}/") for key in keys]
     shutil.rmtree(copy, ignore_errors=True)
     for name in names:
-        path = copy / name
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            place.storage.download(f"{place.key}/{name}", path)
+            _get(place.storage, f"{place.key}/{name}", copy / name)
         except NotFoundError:
             raise ManifestError(f"{place.where}: {name} is missing") from None
     if managed:
         (copy / MANIFEST).write_bytes(wanted)
         verify(copy, place.where)
     return copy
+
+
+def _get(storage: Storage, key: str, path: Path) -> None:
+    """Have the object at a path: a link to where the machine's jobs share it, or a copy."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(storage, S3Storage) and (shared := cached(storage, key)) is not None:
+        path.unlink(missing_ok=True)
+        path.symlink_to(shared)
+    else:
+        storage.download(key, path)
 
 
 @contextlib.contextmanager

@@ -8,20 +8,15 @@ directory, one request per write in S3.
 import contextlib
 import os
 import re
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Protocol
 
 from tasks import faults
 from tasks.secrets import redacted
 
-if TYPE_CHECKING:
-    from mypy_boto3_s3 import S3Client
-
-T = TypeVar("T")
 SETTLING_S = 1.0  # for so long after its last change someone may still be writing a file
 TEMPORARY = ".tmp-"  # prefix of files being written; never listed
 S3_URL = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(?P<prefix>.*))?")
@@ -89,6 +84,8 @@ def open_storage(root: str) -> Storage:
     Raises StorageError for any other scheme. Credentials and endpoint come from boto3's usual chain.
     """
     if match := S3_URL.fullmatch(root):
+        from tasks.s3 import S3Storage
+
         return S3Storage(match["bucket"], (match["prefix"] or "").strip("/"))
     path = root.removeprefix("file://").removeprefix("file:")
     if "://" in path or not path:
@@ -141,7 +138,7 @@ def checked_key(key: str) -> str:
     return key
 
 
-def _checked_prefix(prefix: str) -> str:
+def checked_prefix(prefix: str) -> str:
     """A prefix whose folders stay inside the root; its last part may be cut short."""
     folder = prefix.rpartition("/")[0]
     if folder or prefix.startswith("/"):
@@ -149,10 +146,8 @@ def _checked_prefix(prefix: str) -> str:
     return prefix
 
 
-def _bounded(root: str, key: str, data: bytes, most: int) -> bytes:
-    if len(data) > most:
-        raise TooLargeError(f"{root}: {key!r} has more than {most} bytes; it is left where it is")
-    return data
+def too_large(root: str, key: str, most: int) -> TooLargeError:
+    return TooLargeError(f"{root}: {key!r} has more than {most} bytes; it is left where it is")
 
 
 def _is_utf8(name: str) -> bool:
@@ -176,7 +171,10 @@ class DirectoryStorage:
             if most is None:
                 return path.read_bytes()
             with path.open("rb") as found:
-                return _bounded(self.root, key, found.read(most + 1), most)
+                data = found.read(most + 1)
+            if len(data) > most:
+                raise too_large(self.root, key, most)
+            return data
 
     def write(self, key: str, data: bytes) -> None:
         with self._errors(key):
@@ -202,7 +200,7 @@ class DirectoryStorage:
 
     def keys(self, prefix: str = "") -> list[str]:
         with self._errors(prefix):
-            folder = _checked_prefix(prefix).rpartition("/")[0]
+            folder = checked_prefix(prefix).rpartition("/")[0]
             return sorted(key for key in self._below(folder) if key.startswith(prefix))
 
     def settled(self, key: str) -> bool:
@@ -259,134 +257,6 @@ class DirectoryStorage:
             if reads and isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
                 raise NotFoundError(f"{self.root}: no object {key!r}") from None
             raise StorageError(f"{self.root}: {key!r}: {error.strerror or error}") from error
-
-
-class S3Storage:
-    """Objects in a bucket under a prefix. Retries are boto3's standard mode."""
-
-    def __init__(self, bucket: str, prefix: str) -> None:
-        self.bucket = bucket
-        self.prefix = f"{prefix}/" if prefix else ""
-        self.root = f"s3://{bucket}/{prefix}".rstrip("/")
-        self._client: S3Client | None = None
-        self._making = threading.Lock()  # boto3 makes clients safely in one thread at a time only
-
-    @property
-    def client(self) -> "S3Client":
-        with self._making:
-            if self._client is None:
-                self._client = self._connect()
-        return self._client
-
-    def _connect(self) -> "S3Client":
-        import boto3
-        from botocore.config import Config
-        from botocore.exceptions import BotoCoreError
-
-        config = Config(
-            retries={"mode": "standard", "max_attempts": 6},
-            connect_timeout=5,
-            read_timeout=60,
-            signature_version="s3v4",
-        )
-        try:
-            return boto3.client("s3", config=config)
-        except (BotoCoreError, ValueError) as error:  # an unknown profile, an endpoint that is no URL
-            raise StorageError(f"{self.root}: {error}") from error
-
-    def read(self, key: str, most: int | None = None) -> bytes:
-        answer = self._ask(key, self.client.get_object, Bucket=self.bucket, Key=self._name(key))
-        if most is None:
-            return bytes(self._ask(key, answer["Body"].read))
-        return _bounded(self.root, key, bytes(self._ask(key, answer["Body"].read, most + 1)), most)
-
-    def write(self, key: str, data: bytes) -> None:
-        self._ask(key, self.client.put_object, Bucket=self.bucket, Key=self._name(key), Body=data)
-
-    def create(self, key: str, data: bytes) -> bool:
-        for attempt in range(6):
-            try:
-                self._ask(
-                    key,
-                    self.client.put_object,
-                    Bucket=self.bucket,
-                    Key=self._name(key),
-                    Body=data,
-                    IfNoneMatch="*",
-                )
-                return True
-            except _ConditionFailedError as failed:
-                if failed.status == 412:
-                    return self.read(key) == data
-            # 409: another conditional write of this key is under way, which may yet fail; ask again
-            time.sleep(0.05 * 2**attempt)
-        raise StorageError(f"{self.root}: {key!r}: other writers kept it busy")
-
-    def keys(self, prefix: str = "") -> list[str]:
-        pages = self.client.get_paginator("list_objects_v2")
-        listing = pages.paginate(Bucket=self.bucket, Prefix=self.prefix + _checked_prefix(prefix))
-        found = self._ask(
-            prefix, lambda: [item["Key"] for page in listing for item in page.get("Contents", [])]
-        )
-        # A name that ends in / marks a folder: consoles leave such objects.
-        return sorted(name.removeprefix(self.prefix) for name in found if not name.endswith("/"))
-
-    def settled(self, key: str) -> bool:
-        return True  # an object is put whole
-
-    def delete(self, key: str) -> None:
-        self._ask(key, self.client.delete_object, Bucket=self.bucket, Key=self._name(key))
-
-    def upload(self, key: str, path: Path) -> None:
-        self._ask(key, self.client.upload_file, str(path), self.bucket, self._name(key))
-
-    def download(self, key: str, path: Path) -> None:
-        temporary = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self._ask(key, self.client.download_file, self.bucket, self._name(key), str(temporary))
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-    def _name(self, key: str) -> str:
-        return self.prefix + checked_key(key)
-
-    def _ask(self, key: str, operation: Callable[..., T], *args: Any, **arguments: Any) -> T:
-        """Call boto3, with its errors as ours, which a person or the caller can act on."""
-        from boto3.exceptions import Boto3Error
-        from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
-
-        try:
-            try:
-                return operation(*args, **arguments)
-            except Boto3Error as error:  # what a transfer of a file wraps its cause in
-                raise error.__context__ or error from None
-        except ClientError as error:
-            code = error.response["Error"]["Code"]
-            status = error.response["ResponseMetadata"]["HTTPStatusCode"]
-            if status in (409, 412):
-                raise _ConditionFailedError(status) from None
-            if code in ("NoSuchKey", "404"):
-                raise NotFoundError(f"{self.root}: no object {key!r}") from None
-            if code == "NoSuchBucket":
-                raise StorageError(f"{self.root}: there is no bucket {self.bucket!r}") from None
-            raise StorageError(f"{self.root}: {key!r}: the server answered {status} {code}") from error
-        except NoCredentialsError:
-            raise StorageError(
-                f"{self.root}: no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-                "a profile or a role"
-            ) from None
-        except (BotoCoreError, Boto3Error, OSError) as error:
-            raise StorageError(f"{self.root}: {key!r}: {error}") from error
-
-
-class _ConditionFailedError(StorageError):
-    """The key exists (412), or another writer is at it right now (409)."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(f"conditional write refused with {status}")
-        self.status = status
 
 
 @contextlib.contextmanager

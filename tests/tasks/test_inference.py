@@ -8,7 +8,7 @@ import pytest
 
 from tasks import inference
 from tasks.inference import infer, shard_key
-from tasks.program import publish_directory
+from tasks.program import FinalError, publish_directory
 from tasks.specfile import SpecError
 from tasks.storage import Storage, open_storage
 from tests.conftest import wait_for
@@ -126,7 +126,7 @@ def test_too_many_bad_rows_fail_the_job_with_an_example(root: Path, tmp_path: Pa
     storage = open_storage(str(root))
     put(storage, {"prompt": "a"}, b"?", b"?")
     with pytest.raises(
-        SpecError, match=r"2 of 3 rows failed, more than the 0\.5 allowed; .*line 2: not JSON"
+        FinalError, match=r"2 of 3 rows failed, more than the 0\.5 allowed; .*line 2: not JSON"
     ):
         infer(program(storage, tmp_path, SECTION))
     assert not storage.keys("outputs/job/manifest.json")
@@ -138,7 +138,7 @@ def test_a_job_that_is_done_does_nothing_again(
     storage = open_storage(str(root))
     put(storage, {"prompt": "a"}, b"?")
     infer(program(storage, tmp_path, SECTION))
-    monkeypatch.setattr(inference, "Engine", None)  # a finished job needs no model
+    monkeypatch.setattr(inference, "open_engine", None)  # a finished job needs no model
     again = program(storage, tmp_path, SECTION)
     infer(again)
     assert (again.metrics.known["rows_done"], again.metrics.known["rows_failed"]) == (2, 1)

@@ -1,0 +1,335 @@
+"""The rows of a batch job: read from JSONL or Parquet files, cut into shards, written as JSONL or Parquet.
+
+Invariant: every row of the input belongs to exactly one shard, shards follow the rows' order, and what is in
+memory is one shard, however large the files: JSONL is read line by line (a line above 16 MiB is an error row
+whose rest is skipped), Parquet page by page. The cost is one pass over JSONL files to find where shards
+begin; of Parquet only the footers are read for that.
+"""
+
+import base64
+import hashlib
+import io
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+
+from tasks.specfile import SpecError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Format = Literal["jsonl", "parquet"]
+SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+MOST_LINE = 16 << 20  # bytes of a line that are read
+PARQUET_BUFFER = 1 << 20
+# What a job adds to each row.
+ADDED = ("completion", "prompt_tokens", "completion_tokens", "finish_reason", "error")
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file of the input on this machine; `name` is what messages call it."""
+
+    name: str
+    path: Path
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Consecutive rows: where the first one is, and how many. They may go on in the files after it.
+
+    `position` is the byte (JSONL) or the row (Parquet) in `file` to begin at; `number` the line or row there,
+    from 1, for messages.
+    """
+
+    index: int
+    file: int
+    position: int
+    number: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row as it was read: its own columns, what is asked (a text or messages), or why nothing can be."""
+
+    where: str
+    columns: dict[str, Any]
+    asked: Any
+    error: str | None
+
+
+def format_of(names: Sequence[str]) -> Format:
+    """The one format of files with these names. Raises SpecError when they differ or are of neither."""
+    found = {name: SUFFIXES.get(Path(name).suffix.lower()) for name in names}
+    for name, known in found.items():
+        if known is None:
+            raise SpecError(f"input: {name!r}: expected a name that ends in {', '.join(SUFFIXES)}")
+    if len(set(found.values())) > 1:
+        raise SpecError(
+            f"input: {names[0]!r} and others: JSONL and Parquet files are mixed; expected one of them"
+        )
+    return SUFFIXES[Path(names[0]).suffix.lower()]
+
+
+def matches(pattern: str, keys: Sequence[str]) -> list[str]:
+    """The keys that a glob names, in their order: `*` and `?` stay within a folder, `**` does not."""
+    tokens = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^/\]]+\])", pattern)
+    regex = "".join(
+        tokens.get(part) or (part.replace("[!", "[^") if part.startswith("[") else re.escape(part))
+        for part in parts
+    )
+    return [key for key in keys if re.fullmatch(regex, key)]
+
+
+def is_pattern(reference: str) -> bool:
+    """Whether a reference is a glob."""
+    return any(mark in reference for mark in "*?[")
+
+
+def shards(files: Sequence[InputFile], size: int) -> list[Shard]:
+    """The shards of the input, each of `size` rows but the last. Raises SpecError for a file that is none."""
+    starts = _parquet_rows(files, size) if _parquet(files) else _jsonl_rows(files, size)
+    found: list[Shard] = []
+    rows = 0
+    for total, start in starts:
+        rows = total
+        if start is not None:
+            found.append(Shard(len(found), *start, size))
+    if found:
+        found[-1] = replace(found[-1], rows=rows - size * found[-1].index)
+    return found
+
+
+def fingerprint(path: Path) -> str:
+    """Tells a file from another one of its name without reading all of it: its size, begin and end."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        digest = hashlib.sha256(file.read(1 << 16))
+        file.seek(max(size - (1 << 16), 0))
+        digest.update(file.read(1 << 16))
+    return f"{size}-{digest.hexdigest()[:32]}"
+
+
+class Reader:
+    """Reads shards; one after the other in their order costs no seeking."""
+
+    def __init__(self, files: Sequence[InputFile], column: str) -> None:
+        self.files = files
+        self.column = column
+        self.parquet = _parquet(files)
+        self._cursors: dict[int, _ParquetCursor] = {}
+
+    def read(self, shard: Shard) -> tuple[list[Row], "pa.Table | None"]:
+        """The shard's rows, and their Arrow table where the input is Parquet."""
+        return self._from_parquet(shard) if self.parquet else (self._from_jsonl(shard), None)
+
+    def check(self) -> None:
+        """Raise SpecError when the column is in none of the rows, as far as Parquet says."""
+        for file in self.files if self.parquet else ():
+            if self.column not in (names := _open_parquet(file).schema_arrow.names):
+                raise SpecError(
+                    f"input: {file.name!r}: has no column {self.column!r}; it has {', '.join(names)}"
+                )
+
+    def _from_jsonl(self, shard: Shard) -> list[Row]:
+        rows: list[Row] = []
+        position, number = shard.position, shard.number
+        for index in range(shard.file, len(self.files)):
+            prefix = f"{self.files[index].name}: " if len(self.files) > 1 else ""
+            with self.files[index].path.open("rb") as file:
+                file.seek(position)
+                for _, found, line in _lines(file, position, number):
+                    rows.append(_parsed(f"{prefix}line {found}", line, self.column))
+                    if len(rows) == shard.rows:
+                        return rows
+            position, number = 0, 1
+        raise SpecError(f"input: {self.files[shard.file].name!r}: has fewer rows than before; it was changed")
+
+    def _from_parquet(self, shard: Shard) -> tuple[list[Row], "pa.Table"]:
+        import pyarrow as pa
+
+        tables, wanted, position, rows = [], shard.rows, shard.position, []
+        for index in range(shard.file, len(self.files)):
+            cursor = self._cursors.setdefault(index, _ParquetCursor(self.files[index]))
+            table = cursor.take(position, wanted)
+            tables.append(table)
+            prefix = f"{self.files[index].name}: " if len(self.files) > 1 else ""
+            for number, columns in enumerate(table.to_pylist(), position + 1):
+                rows.append(_checked(f"{prefix}row {number}", columns, self.column))
+            wanted -= table.num_rows
+            if not wanted:
+                break
+            del self._cursors[index]
+            position = 0
+        if wanted:
+            raise SpecError(
+                f"input: {self.files[shard.file].name!r}: has fewer rows than before; it was changed"
+            )
+        try:
+            return rows, pa.concat_tables(tables, promote_options="permissive")
+        except pa.ArrowException as error:
+            raise SpecError(
+                f"input: {self.files[shard.file].name!r}: its columns do not fit those after it: {error}"
+            ) from None
+
+
+def encoded(rows: Sequence[dict[str, Any]], table: "pa.Table | None", form: Format) -> bytes:
+    """A shard's file: input columns and what was added to them, row for row."""
+    if form == "jsonl":
+        text = "".join(f"{json.dumps(row, ensure_ascii=False, default=_plain)}\n" for row in rows)
+        return text.encode("utf-8", errors="replace")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    assert table is not None  # Parquet is written from Parquet only
+    types = {"prompt_tokens": pa.int64(), "completion_tokens": pa.int64()}
+    for name in ADDED:
+        values = [row[name] for row in rows]
+        texts = name not in types
+        column = pa.array(
+            [v if v is None or not texts else v.encode(errors="replace").decode() for v in values],
+            types.get(name, pa.string()),
+        )
+        place = table.schema.get_field_index(name)
+        table = table.append_column(name, column) if place < 0 else table.set_column(place, name, column)
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer)
+    return buffer.getvalue()
+
+
+def decoded(data: bytes, form: Format) -> list[dict[str, Any]]:
+    """The columns that were added to the rows of a shard's file."""
+    if form == "jsonl":
+        return [{name: row[name] for name in ADDED} for row in map(json.loads, data.splitlines())]
+    import pyarrow.parquet as pq
+
+    return list(pq.read_table(io.BytesIO(data), columns=list(ADDED)).to_pylist())
+
+
+def _parquet(files: Sequence[InputFile]) -> bool:
+    return SUFFIXES.get(Path(files[0].name).suffix.lower()) == "parquet"
+
+
+Start = tuple[int, int, int]  # file, position, number
+
+
+def _jsonl_rows(files: Sequence[InputFile], size: int) -> Iterator[tuple[int, Start | None]]:
+    """How many rows there are so far, and where a shard begins, if one does."""
+    total = 0
+    for index, source in enumerate(files):
+        with source.path.open("rb") as file:
+            for position, number, _ in _lines(file, 0, 1):
+                total += 1
+                yield total, (index, position, number) if (total - 1) % size == 0 else None
+
+
+def _parquet_rows(files: Sequence[InputFile], size: int) -> Iterator[tuple[int, Start | None]]:
+    total = 0
+    for index, source in enumerate(files):
+        rows = _open_parquet(source).metadata.num_rows
+        for position in range(-total % size, rows, size):
+            yield total + rows, (index, position, position + 1)
+        total += rows
+        yield total, None
+
+
+def _lines(file: BinaryIO, position: int, number: int) -> Iterator[tuple[int, int, bytes]]:
+    """Lines that hold anything, with their byte and number; of a huge one only its begin."""
+    while line := file.readline(MOST_LINE + 1):
+        begin, cut = position, line
+        position += len(line)
+        while len(line) > MOST_LINE and not line.endswith(b"\n"):
+            line = file.readline(MOST_LINE + 1)
+            position += len(line)
+        if cut.strip():
+            yield begin, number, cut
+        number += 1
+
+
+def _parsed(where: str, line: bytes, column: str) -> Row:
+    """A row from a line of JSONL; one that cannot be read keeps the begin of its line."""
+    if len(line) > MOST_LINE:
+        shown = line[:200].decode("utf-8", errors="replace")
+        return Row(where, {"line": shown}, None, f"{where}: longer than {MOST_LINE >> 20} MiB")
+    try:
+        columns = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        shown = line[:200].decode("utf-8", errors="replace").strip()
+        return Row(where, {"line": shown}, None, f"{where}: not JSON in UTF-8: {error}")
+    if not isinstance(columns, dict):
+        return Row(where, {"line": str(columns)[:200]}, None, f"{where}: expected an object with {column!r}")
+    return _checked(where, columns, column)
+
+
+def _checked(where: str, columns: dict[str, Any], column: str) -> Row:
+    if column not in columns:
+        return Row(where, columns, None, f"{where}: has no column {column!r}")
+    return Row(where, columns, columns[column], None)
+
+
+class _ParquetCursor:
+    """Takes rows from a file; in their order without reading any twice."""
+
+    def __init__(self, file: InputFile) -> None:
+        self.file = _open_parquet(file)
+        self.name = file.name
+        self.next = -1  # the row that comes next
+        self.rest: pa.RecordBatch | None = None
+        self.batches: Iterator[pa.RecordBatch] = iter(())
+
+    def take(self, position: int, count: int) -> "pa.Table":
+        """Rows from `position` on, at most `count`: less at the end of the file. Raises SpecError."""
+        import pyarrow as pa
+
+        if position != self.next:
+            self._begin(position)
+        parts: list[pa.RecordBatch] = []
+        wanted = count
+        try:
+            while wanted and (batch := self.rest or next(self.batches, None)) is not None:
+                parts.append(batch.slice(0, wanted))
+                self.rest = batch.slice(wanted) if batch.num_rows > wanted else None
+                wanted -= parts[-1].num_rows
+        except (pa.ArrowException, OSError) as error:
+            raise SpecError(
+                f"input: {self.name!r}: cannot be read: {' '.join(str(error).split())[:200]}"
+            ) from None
+        self.next = position + count - wanted
+        return pa.Table.from_batches(parts, schema=self.file.schema_arrow)
+
+    def _begin(self, position: int) -> None:
+        first, group = 0, 0
+        while group < self.file.num_row_groups and first + self._rows(group) <= position:
+            first += self._rows(group)
+            group += 1
+        self.batches = self.file.iter_batches(
+            batch_size=256, row_groups=list(range(group, self.file.num_row_groups)), use_threads=False
+        )
+        self.rest, self.next = None, first
+        if position > first:
+            self.take(first, position - first)
+
+    def _rows(self, group: int) -> int:
+        return int(self.file.metadata.row_group(group).num_rows)
+
+
+def _open_parquet(file: InputFile) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.ParquetFile(file.path, buffer_size=PARQUET_BUFFER, pre_buffer=False)
+    except (pa.ArrowException, OSError) as error:
+        raise SpecError(
+            f"input: {file.name!r}: not a Parquet file: {' '.join(str(error).split())[:200]}"
+        ) from None
+
+
+def _plain(value: Any) -> Any:
+    """What JSON does not have, such as an instant or bytes, as text."""
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
