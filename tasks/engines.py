@@ -73,9 +73,9 @@ class Tokens:
     def __post_init__(self) -> None:
         self.chat = bool(getattr(self.tokenizer, "chat_template", None))
 
-    def of(self, asked: Sequence[Any]) -> list[list[int] | str]:
-        """Tokens of each text or list of messages, or what is wrong with it."""
-        wrong = [_unreadable(item) for item in asked]
+    def of(self, asked: Sequence[Any], messages: bool = False) -> list[list[int] | str]:
+        """Tokens of each text, or of each list of messages, or what is wrong with it."""
+        wrong = [_no_messages(item) if messages else _no_text(item) for item in asked]
         texts = [
             item for item, error in zip(asked, wrong, strict=True) if not error and isinstance(item, str)
         ]
@@ -404,19 +404,24 @@ def chosen_precision(asked: Precision, device: "torch.device") -> str:
     return "fp32"
 
 
-def _unreadable(asked: Any) -> str | None:
-    """Why this can be no prompt; None when it can."""
-    if isinstance(asked, list):
-        for message in asked:
-            content = message.get("content") if isinstance(message, dict) else None
-            if not isinstance(content, str) or not isinstance(message.get("role"), str):
-                return f"{str(message)[:80]!r} is no message; expected a role and a text as content"
-            if not _whole(content):
-                return "holds half a character (a surrogate)"
-        return None if asked else "has no messages"
+def _no_text(asked: Any) -> str | None:
+    """Why this is no text; None when it is."""
     if not isinstance(asked, str):
         return f"{str(asked)[:80]!r} is not text"
     return None if _whole(asked) else "holds half a character (a surrogate)"
+
+
+def _no_messages(asked: Any) -> str | None:
+    """Why this is no list of messages; None when it is."""
+    if not isinstance(asked, list):
+        return f"{str(asked)[:80]!r} is not a list of messages"
+    for message in asked:
+        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(content, str) or not isinstance(message.get("role"), str):
+            return f"{str(message)[:80]!r} is no message; expected a role and a text as content"
+        if not _whole(content):
+            return "holds half a character (a surrogate)"
+    return None if asked else "has no messages"
 
 
 def _whole(text: str) -> bool:

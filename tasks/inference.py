@@ -205,7 +205,7 @@ def _work(program: Program, run: Run, directory: Path, world: World, own_gpus: b
                 raise SpecError(f"messages: {run.spec.model!r} has no chat template; give prompt: instead")
         rows, table = reader.read(shard)
         readable = [row for row in rows if row.error is None]
-        asked = iter(tokens.of([_asked(row.asked, run.spec) for row in readable]))
+        asked = iter(tokens.of([row.asked for row in readable], run.spec.messages is not None))
         prompts = [row.error if row.error is not None else next(asked) for row in rows]
         return _Prepared(shard, rows, table, prompts)
 
@@ -241,13 +241,6 @@ def _opened(spec: InferenceSpec, directory: Path, gpu: int) -> Engine:
         spec.batch,
         spec.token_budget,
     )
-
-
-def _asked(value: Any, spec: InferenceSpec) -> Any:
-    """A prompt must be a text and messages a list: the other one is shown as what it is not."""
-    if spec.messages is None and isinstance(value, list):
-        return None if not value else {"list": value}
-    return value if spec.messages is None or isinstance(value, list) else {"no list": value}
 
 
 def _completed(run: Run, engine: Engine, prepared: _Prepared) -> tuple[list[dict[str, Any]], Tally]:

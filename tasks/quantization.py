@@ -2,19 +2,20 @@
 
 Invariant: what is scored is the model as a reader will load it from its files, and a model that fails the
 gate is never seen. The result is a Hugging Face directory with safetensors: transformers writes torchao's
-int8 tensors as plain ones with their layout in the file's metadata, and loads them again by itself.
-Embeddings and the output layer stay as they are, which small models feel most in their size.
+tensors as plain ones with their layout in the file's metadata, and loads them again by itself. Embeddings
+and the output layer stay as they are, which small models feel most in their size.
 """
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from tasks.program import (
-    JobFailedError,
+    FinalError,
     Place,
     Program,
     is_published,
@@ -24,14 +25,16 @@ from tasks.program import (
     main,
     publish_directory,
 )
+from tasks.schemes import SCHEMES, Device, quantization_argument, this_device
 from tasks.specfile import SpecError, Strict, read_spec
+from tasks.speed import Speed, measured, picture, table
 from training.manifest import entries_of, write_manifest
+from training.models import config_of
 
 if TYPE_CHECKING:
-    from torchao.core.config import AOBaseConfig
-
     from training.data import Windows
 
+SchemeName = Literal["int8_weight_only", "int8_dynamic", "int4_weight_only", "fp8", "auto"]
 REPORT = "quantization.json"
 
 
@@ -39,12 +42,34 @@ class QuantizationSpec(Strict):
     """The section `quantization:` of a job."""
 
     model: str  # key prefix of a model's directory
-    scheme: Literal["int8_weight_only", "int8_dynamic"] = "int8_weight_only"
+    scheme: Literal["int8_weight_only", "int8_dynamic", "int4_weight_only", "fp8", "auto"] = (
+        "int8_weight_only"
+    )
+    prefer: Literal["speed", "size"] = "speed"  # what `auto` picks by, among what passes the gate
     max_perplexity_increase: float = Field(default=0.05, ge=0)  # as a share: 0.05 lets 10.0 become 10.5
+    min_agreement: float = Field(default=0.0, ge=0, le=1)  # of greedy outputs, as a share of their tokens
     data: str | list[str] = "shakespeare"  # the text whose held-out end is scored
     held_out: float = Field(default=0.05, gt=0, lt=0.5)
     seq_len: int = Field(default=256, ge=2)
     windows: int = Field(default=32, ge=1)  # sequences scored; as many as training scores at its end
+    measure_speed: bool = True
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A model as it was measured; `outputs` are the tokens it generated after each prompt."""
+
+    name: str
+    directory: Path
+    perplexity: float
+    bytes: int
+    outputs: list[list[int]]
+    speed: Speed
+
+    @property
+    def row(self) -> tuple[str, dict[str, Any]]:
+        """Its line in the table."""
+        return self.name, {"megabytes": self.bytes / 1e6, "perplexity": self.perplexity, **self.speed}
 
 
 def quantize_job(program: Program) -> None:
@@ -52,75 +77,151 @@ def quantize_job(program: Program) -> None:
     spec = read_spec(QuantizationSpec, program.text, program.name)
     if program.node_rank > 0:
         return  # one process is enough; the gang's other nodes have nothing to do
+    device = this_device()
+    schemes = _possible(program, spec, device)
     source = local_model(program.place("model", spec.model), program.scratch)
+    if config_of(str(source)).get("quantization_config") is not None:
+        raise SpecError(f"{program.name}: model: {spec.model!r}: is quantized already")
     target = f"{program.output}/model"
     made_from = {
         "scheme": spec.scheme,
         "source": {name: entry.sha256 for name, entry in entries_of(source).items()},
         "settings": spec.model_dump(exclude={"model"}),
     }
-    if (before := _published(program, target)) and before["made_from"] == made_from:
-        program.metrics.update(**before["metrics"], progress=1.0, outputs=[target])
+    if (known := _published(program, target)) and known["made_from"] == made_from:
+        program.metrics.update(**known["metrics"], progress=1.0, outputs=[target])
         print(f"{target} is there already", flush=True)
         return
     windows = _held_out(program, spec, source)
-    metrics, directory = _quantized(program, spec, source, windows)
-    increase = metrics["perplexity_after"] / metrics["perplexity_before"] - 1
-    program.metrics.update(**metrics, perplexity_increase=increase)
-    if not increase <= spec.max_perplexity_increase:  # also when it is not a number
-        raise JobFailedError(
-            f"not published: perplexity went from {metrics['perplexity_before']:.4g} to "
-            f"{metrics['perplexity_after']:.4g}, by {increase:.2%}; max_perplexity_increase allows "
-            f"{spec.max_perplexity_increase:.2%}"
-        )
-    report = {"made_from": made_from, "metrics": metrics}
-    (directory / REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")
-    write_manifest(directory)
-    publish_directory(program.storage, target, directory)
-    program.metrics.update(progress=1.0, outputs=[target])
+    before = _scored("before", source, spec, windows, device)
+    program.metrics.update(perplexity_before=before.perplexity, progress=1 / (len(schemes) + 1))
+    passed, failed = [], []
+    for turn, scheme in enumerate(schemes, 2):
+        after = _quantized(program, spec, source, windows, scheme, device)
+        metrics = _compared(before, after)
+        program.metrics.update(**metrics, progress=turn / (len(schemes) + 2))
+        if problem := _gate(spec, metrics):
+            failed.append(f"{scheme}: {problem}" if len(schemes) > 1 else problem)
+        else:
+            passed.append((after, metrics))
+    if not passed:
+        raise FinalError(f"not published: {'; '.join(failed)}")
+    best, metrics = max(passed, key=lambda found: _worth(spec, found[0]))
+    rows = [before.row, *(after.row for after, _ in passed)]
+    print(table(rows), flush=True)
+    report = {"made_from": made_from, "metrics": metrics, "failed": failed}
+    (best.directory / REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")
+    write_manifest(best.directory)
+    publish_directory(program.storage, target, best.directory)
+    title = f"{spec.model} on {device.name}"
+    program.storage.write(f"{program.output}/quantization.md", f"{title}\n\n{table(rows)}".encode())
+    program.storage.write(f"{program.output}/quantization.svg", picture(rows, title).encode())
+    outputs = [target, f"{program.output}/quantization.md", f"{program.output}/quantization.svg"]
+    program.metrics.update(**metrics, progress=1.0, outputs=outputs)
+
+
+def _possible(program: Program, spec: QuantizationSpec, device: Device) -> list[str]:
+    """The schemes to try. Raises SpecError when the device cannot run the one that is asked for."""
+    if spec.scheme == "auto":
+        return [name for name, scheme in SCHEMES.items() if scheme.lacks(device) is None]
+    if lacks := SCHEMES[spec.scheme].lacks(device):
+        raise SpecError(f"{program.name}: scheme: {spec.scheme!r}: {lacks}")
+    return [spec.scheme]
 
 
 def _quantized(
-    program: Program, spec: QuantizationSpec, source: Path, windows: "Windows"
-) -> tuple[dict[str, Any], Path]:
-    """The quantized model's directory, and what was measured."""
-    import torch
-    from transformers import TorchAoConfig
-
-    from training.evaluation import mean_loss, perplexity
+    program: Program, spec: QuantizationSpec, source: Path, windows: "Windows", scheme: str, device: Device
+) -> Scored:
+    """The model quantized, written to its directory, loaded from there and measured."""
     from training.models import load
     from training.trainer import write_model
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load(str(source)).to(device)
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise SpecError(f"{program.name}: model: {spec.model!r}: is quantized already")
-    before = perplexity(mean_loss(model, windows, spec.windows))
-    program.metrics.update(perplexity_before=before, progress=0.4)
-    del model
-    directory = program.scratch / "quantized"
-    changed = load(str(source), quantization_config=TorchAoConfig(_scheme(spec.scheme)))
+    directory = program.scratch / "quantized" / scheme
+    where = {"device_map": {"": 0}} if SCHEMES[scheme].least else {}  # a GPU's kernels pack the weights
+    changed = load(
+        str(source), quantization_config=quantization_argument(scheme), dtype=_dtype(device), **where
+    )
     write_model(changed, directory, source)
     del changed
-    after = perplexity(mean_loss(load(str(directory)).to(device), windows, spec.windows))
-    metrics = {
-        "scheme": spec.scheme,
-        "perplexity_before": before,
-        "perplexity_after": after,
-        "bytes_before": _weights_bytes(source),
-        "bytes_after": _weights_bytes(directory),
+    return _scored(scheme, directory, spec, windows, device)
+
+
+def _scored(name: str, directory: Path, spec: QuantizationSpec, windows: "Windows", device: Device) -> Scored:
+    import torch
+
+    from training.evaluation import mean_loss, perplexity
+    from training.models import load
+
+    where = {"device_map": {"": 0}} if name in SCHEMES and SCHEMES[name].least else {}
+    model = load(str(directory), dtype=_dtype(device), **where)
+    if not where:
+        model = model.to(device.kind)
+    model.eval()
+    found = perplexity(mean_loss(model, windows, spec.windows))
+    length = max(min(spec.seq_len // 2, 64), 1)
+    prompts = windows.in_order(0, min(spec.windows, 8))[:, :length].to(device.kind)
+    new = min(spec.seq_len, length + 32) - length
+    with torch.inference_mode():
+        out = model.generate(
+            input_ids=prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=new,
+            min_new_tokens=new,
+            do_sample=False,
+            pad_token_id=0,
+        )
+    speed = measured(model, int(model.config.vocab_size)) if spec.measure_speed else {}
+    return Scored(name, directory, found, _weights_bytes(directory), out[:, length:].tolist(), speed)
+
+
+def _dtype(device: Device) -> Any:
+    import torch
+
+    return torch.bfloat16 if device.kind == "cuda" else torch.float32
+
+
+def _compared(before: Scored, after: Scored) -> dict[str, Any]:
+    """What people see of a quantized model beside what it was made from."""
+    return {
+        "scheme": after.name,
+        "perplexity_before": before.perplexity,
+        "perplexity_after": after.perplexity,
+        "perplexity_increase": after.perplexity / before.perplexity - 1,
+        "greedy_agreement": _agreement(before.outputs, after.outputs),
+        "bytes_before": before.bytes,
+        "bytes_after": after.bytes,
+        **{f"{name}_before": value for name, value in before.speed.items()},
+        **{f"{name}_after": value for name, value in after.speed.items()},
     }
-    return metrics, directory
 
 
-def _scheme(name: str) -> "AOBaseConfig":
-    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig
+def _agreement(before: list[list[int]], after: list[list[int]]) -> float:
+    """The share of tokens up to where greedy outputs part: after that they answer different texts."""
+    common = total = 0
+    for left, right in zip(before, after, strict=True):
+        parting = (place for place, pair in enumerate(zip(left, right, strict=True)) if pair[0] != pair[1])
+        common += next(parting, len(left))
+        total += len(left)
+    return common / total if total else 1.0
 
-    schemes = {
-        "int8_weight_only": Int8WeightOnlyConfig,
-        "int8_dynamic": Int8DynamicActivationInt8WeightConfig,
-    }
-    return schemes[name]()
+
+def _gate(spec: QuantizationSpec, metrics: dict[str, Any]) -> str | None:
+    """Why a model may not be published, and by how much; None when it may."""
+    increase, agreement = metrics["perplexity_increase"], metrics["greedy_agreement"]
+    if not increase <= spec.max_perplexity_increase:  # also when it is not a number
+        return (
+            f"perplexity went from {metrics['perplexity_before']:.4g} to {metrics['perplexity_after']:.4g}, "
+            f"by {increase:.2%}; max_perplexity_increase allows {spec.max_perplexity_increase:.2%}"
+        )
+    if agreement < spec.min_agreement:
+        return f"greedy outputs agree in {agreement:.2%}; min_agreement asks for {spec.min_agreement:.2%}"
+    return None
+
+
+def _worth(spec: QuantizationSpec, found: Scored) -> float:
+    """What `auto` picks the most of: tokens/s at a batch of 16, or few bytes."""
+    rate = found.speed.get("tokens_per_s_at_16")
+    return float(rate) if spec.prefer == "speed" and rate is not None else -float(found.bytes)
 
 
 def _held_out(program: Program, spec: QuantizationSpec, source: Path) -> "Windows":

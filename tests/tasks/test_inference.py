@@ -1,6 +1,10 @@
 """Batch inference: a row for a row, in their order, once."""
 
+import io
 import json
+import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ from tasks.specfile import SpecError
 from tasks.storage import Storage, open_storage
 from tests.conftest import wait_for
 from tests.tasks.kind_programs import Job, program, small_model
+from training.manifest import write_manifest
 
 SECTION: dict[str, Any] = {
     "input": "in/rows.jsonl",
@@ -194,3 +199,194 @@ def test_a_spec_that_cannot_work_is_one_line_and_is_not_tried_again(
     assert message in job.said
     assert job.said.count("\n") == 1
     assert not job.output.exists()
+
+
+def test_files_come_in_the_order_of_the_spec_and_of_a_glob(
+    storage: Storage, model: Path, tmp_path: Path
+) -> None:
+    publish_directory(storage, "models/small", model)
+    for name, texts in {"in/b": "cd", "in/a": "ab", "in/deep/z": "y", "other": "ef"}.items():
+        storage.write(f"{name}.jsonl", "".join(json.dumps({"prompt": t}) + "\n" for t in texts).encode())
+    section = {**SECTION, "input": ["other.jsonl", "in/*.jsonl"], "shard_rows": 4}
+    infer(program(storage, tmp_path, section))
+    assert [row["prompt"] for row in rows(storage)] == ["e", "f", "a", "b", "c", "d"]
+    with pytest.raises(SpecError, match=r"input: 'no/\*\.jsonl': nothing in .* matches"):
+        infer(program(storage, tmp_path, {**SECTION, "input": "no/*.jsonl"}, "none"))
+
+
+def test_parquet_comes_out_as_parquet_with_its_types(storage: Storage, model: Path, tmp_path: Path) -> None:
+    import datetime
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    publish_directory(storage, "models/small", model)
+    when = [datetime.datetime(2026, 1, day, tzinfo=datetime.UTC) for day in range(1, 8)]
+    prompts = ["What", None, "Who", "", "Where", "When", "Why"]
+    table = pa.table({"when": when, "prompt": prompts, "raw": [b"\xff"] * 7})
+    for part, (begin, end) in enumerate([(0, 3), (3, 7)]):
+        buffer = io.BytesIO()
+        pq.write_table(table.slice(begin, end - begin), buffer, row_group_size=2)
+        storage.write(f"in/{part}.parquet", buffer.getvalue())
+    infer(program(storage, tmp_path, {**SECTION, "input": "in/*.parquet", "shard_rows": 4}))
+    keys = storage.keys("outputs/job/rows-")
+    assert keys == [shard_key("outputs/job", n, "parquet") for n in range(2)]
+    found = pa.concat_tables([pq.read_table(io.BytesIO(storage.read(key))) for key in keys])
+    assert found.select(["when", "prompt", "raw"]) == table
+    errors = found["error"].to_pylist()
+    assert errors[1] == "in/0.parquet: row 2: prompt: 'None' is not text"
+    assert errors[3] == "in/1.parquet: row 1: prompt: is empty"
+    assert [error is None for error in errors].count(True) == 5
+    assert all(
+        text is not None
+        for text, error in zip(found["completion"].to_pylist(), errors, strict=True)
+        if not error
+    )
+
+
+def test_messages_go_through_the_models_chat_template(root: Path, tmp_path: Path, model: Path) -> None:
+    storage = open_storage(str(root))
+    talk = [{"role": "user", "content": "Who?"}]
+    bad: list[Any] = ["Who?", [], [{"role": "user"}], [{"role": "nobody", "content": "x"}]]
+    put(storage, *[{"talk": value} for value in (talk, *bad)])
+    section = {**SECTION, "messages": "talk", "max_error_share": 1.0}
+    with pytest.raises(SpecError, match="messages: 'models/small' has no chat template"):
+        infer(program(storage, tmp_path, section, "none"))
+    copy = tmp_path / "chat"
+    shutil.copytree(model, copy)
+    (copy / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('who?') }}{% endif %}"
+        "{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    )
+    write_manifest(copy)
+    publish_directory(storage, "models/chat", copy)
+    infer(program(storage, tmp_path, {**section, "model": "models/chat"}))
+    first, *others = rows(storage)
+    assert first["prompt_tokens"] == len("user: Who?\nassistant:")
+    assert [row["error"].partition("talk: ")[2] for row in others] == [
+        "'Who?' is not a list of messages",
+        "has no messages",
+        "{'role': 'user'} is no message; expected a role and a text as content",
+        "the model's chat template refuses it: who?",
+    ]
+
+
+def test_a_row_ends_before_a_stop_text(root: Path, tmp_path: Path) -> None:
+    storage = open_storage(str(root))
+    put(storage, *[{"prompt": text} for text in ("What is", "O Romeo, Romeo!", "Enter", "To be, or")] * 4)
+    section = {**SECTION, "max_new_tokens": 40, "batch": 16, "shard_rows": 16}
+    infer(program(storage, tmp_path, section, "plain"))
+    infer(program(storage, tmp_path, {**section, "stop": ["e", " t"]}, "stopped"))
+    for plain, stopped in zip(rows(storage, "plain"), rows(storage, "stopped"), strict=True):
+        text = plain["completion"]
+        ends = [place for stop in ("e", " t") if (place := text.find(stop)) >= 0]
+        assert stopped["completion"] == (text[: min(ends)] if ends else text)
+        assert (stopped["finish_reason"] == "stop") == bool(ends)
+        assert stopped["completion_tokens"] <= plain["completion_tokens"]
+
+
+def test_sampling_is_the_same_for_a_seed_and_differs_between_seeds(root: Path, tmp_path: Path) -> None:
+    storage = open_storage(str(root))
+    put(storage, *[{"prompt": "What"}] * 4)
+    section = {**SECTION, "temperature": 1.0, "top_p": 0.9, "top_k": 50, "max_new_tokens": 12}
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        infer(program(storage, tmp_path, {**section, "seed": seed}, name))
+    texts = {name: [row["completion"] for row in rows(storage, name)] for name in "abc"}
+    assert texts["a"] == texts["b"] != texts["c"]
+    assert len(set(texts["a"])) > 1
+
+
+def test_half_a_character_is_an_error_row(root: Path, tmp_path: Path) -> None:
+    storage = open_storage(str(root))
+    put(storage, b'{"prompt": "\\ud800"}', {"prompt": "What"})
+    infer(program(storage, tmp_path, SECTION))
+    assert rows(storage)[0]["error"] == "line 1: prompt: holds half a character (a surrogate)"
+
+
+def test_errors_that_are_too_many_already_end_the_job_before_the_rest_is_done(
+    root: Path, tmp_path: Path
+) -> None:
+    storage = open_storage(str(root))
+    put(storage, *[b"?"] * 6, *[{"prompt": "What"}] * 24)
+    with pytest.raises(FinalError, match=r"of 30 rows failed, more than the 0\.1 allowed; .*: line 1:"):
+        infer(program(storage, tmp_path, {**SECTION, "max_error_share": 0.1}))
+    assert len(storage.keys("outputs/job/rows-")) < 6
+
+
+def test_a_shard_whose_writer_was_killed_before_it_noted_its_counts_is_counted_not_redone(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = open_storage(str(root))
+    put(storage, *[{"prompt": "What"}] * 4, b"?", *[{"prompt": "Who"}] * 3)
+    monkeypatch.setattr(inference, "_write_record", dying)
+    with pytest.raises(RuntimeError, match="killed here"):
+        infer(program(storage, tmp_path, SECTION))
+    monkeypatch.undo()
+    first = storage.read(shard_key("outputs/job", 0))
+    storage.write(shard_key("outputs/job", 0), first.replace(b'"What"', b'"kept"'))
+    job = program(storage, tmp_path, SECTION)
+    infer(job)
+    assert [row.get("prompt") for row in rows(storage)] == ["kept"] * 4 + [None] + ["Who"] * 3
+    assert (job.metrics.known["rows_done"], job.metrics.known["rows_failed"]) == (8, 1)
+    assert not storage.keys("outputs/job/records/")
+
+
+def dying(*_: Any) -> Any:
+    """Stands where the process is killed."""
+    raise RuntimeError("killed here")
+
+
+def test_a_process_that_is_ahead_takes_what_is_left_of_the_others(root: Path, tmp_path: Path) -> None:
+    storage = open_storage(str(root))
+    put(storage, *[{"id": n, "prompt": f"{n} What"} for n in range(24)])
+    section = {**SECTION, "shard_rows": 4}
+    jobs = [replace(program(storage, tmp_path, section), node_rank=rank, nodes=2) for rank in (0, 1)]
+    infer(jobs[0])
+    assert [row["id"] for row in rows(storage)] == list(range(24))
+    assert not storage.keys("outputs/job/claims/")
+    infer(jobs[1])
+    assert [job.metrics.known["rows_done"] for job in jobs] == [24, 24]
+
+
+def test_processes_at_work_together_do_each_shard_once(root: Path) -> None:
+    storage = open_storage(str(root))
+    put(storage, *[{"id": n, "prompt": f"{n} What"} for n in range(60)])
+    section = {**SECTION, "shard_rows": 3}
+    jobs = [Job("tasks.inference", root, "gang", section, rank, SLOTWISE_NODE_COUNT="2") for rank in (0, 1)]
+    processes = [job.start() for job in jobs]
+    try:
+        assert [process.wait(300) for process in processes] == [0, 0], [job.said for job in jobs]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    written = [line for job in jobs for line in job.said.splitlines() if line.endswith(" rows")]
+    assert len(written) == len(set(written)) == 20
+    assert [row["id"] for row in rows(storage, "gang")] == list(range(60))
+    assert json.loads(storage.read("outputs/gang/report.json"))["rows"] == 60
+
+
+WRONG_ENGINES: list[tuple[dict[str, Any], str]] = [
+    ({"engine": "vllm"}, "engine: 'vllm': is not installed on this node"),
+    ({"tensor_parallel": 2}, "tensor_parallel: 2: transformers takes one GPU a process"),
+    ({"input": "in/rows.csv"}, "input: 'in/rows.csv': expected a name that ends in .jsonl"),
+    ({"input": ["in/rows.jsonl", "x.parquet"]}, "JSONL and Parquet files are mixed"),
+    ({"output_format": "parquet"}, "output_format: parquet: the input is JSONL"),
+    ({"prompt": "a", "messages": "b"}, "prompt and messages are both given"),
+    ({"input": "broken.parquet"}, "input: 'broken.parquet': not a Parquet file"),
+    ({"input": []}, "expected at least one file"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG_ENGINES)
+def test_what_cannot_be_done_is_said_in_one_line_before_a_model_is_loaded(
+    root: Path, tmp_path: Path, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = open_storage(str(root))
+    put(storage, {"prompt": "a"})
+    storage.write("broken.parquet", b"PAR1 no PAR1")
+    monkeypatch.setattr(inference, "open_engine", None)
+    with pytest.raises(SpecError, match=re.escape(message)) as told:
+        infer(program(storage, tmp_path, {**SECTION, **changes}))
+    assert "\n" not in str(told.value)
+    assert not storage.keys("outputs/")

@@ -8,13 +8,14 @@ import pytest
 
 from tasks import quantization
 from tasks.inference import infer
-from tasks.program import JobFailedError, is_published, publish_directory
+from tasks.program import FinalError, is_published, publish_directory
 from tasks.quantization import quantize_job
+from tasks.schemes import SCHEMES, Device, Scheme
 from tasks.specfile import SpecError
 from tasks.storage import Storage, open_storage
 from tests.tasks.kind_programs import Job, program, small_model
 
-SECTION: dict[str, Any] = {"model": "models/small", "seq_len": 64, "windows": 4}
+SECTION: dict[str, Any] = {"model": "models/small", "seq_len": 64, "windows": 4, "measure_speed": False}
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +71,9 @@ def test_a_model_that_became_too_bad_is_not_published(
 
     one_bit = getattr(torch, "int1")  # noqa: B009 -- torch's stubs do not have it
     crude = IntxWeightOnlyConfig(weight_dtype=one_bit, granularity=PerAxis(0))
-    monkeypatch.setattr(quantization, "_scheme", lambda name: crude)
+    monkeypatch.setitem(SCHEMES, "int8_weight_only", Scheme(lambda: crude, None, "one bit"))
     job = program(filled, tmp_path / "scratch", SECTION)
-    with pytest.raises(JobFailedError, match=r"not published: perplexity went from .* allows 5\.00%"):
+    with pytest.raises(FinalError, match=r"not published: perplexity went from .* allows 5\.00%"):
         quantize_job(job)
     assert job.metrics.known["perplexity_after"] > 1.05 * job.metrics.known["perplexity_before"]
     assert filled.keys("outputs/") == []
@@ -106,9 +107,11 @@ def test_a_quantized_model_is_not_quantized_again(filled: Storage, tmp_path: Pat
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({**SECTION, "model": "models/gone"}, "model: 'models/gone': no model lies there"),
     ({**SECTION, "model": "../models/small"}, "expected a key inside the storage root"),
-    ({**SECTION, "scheme": "int3"}, "scheme: 'int3': expected 'int8_weight_only' or 'int8_dynamic'"),
+    ({**SECTION, "scheme": "int3"}, "scheme: 'int3': expected 'int8_weight_only', 'int8_dynamic'"),
     ({**SECTION, "shceme": "int8_dynamic"}, "shceme: unknown key; did you mean scheme?"),
     ({**SECTION, "data": "gone.txt"}, "data: 'gone.txt': no such object in"),
+    ({**SECTION, "scheme": "fp8"}, "scheme: 'fp8': it needs a GPU of compute capability 8.9 or more"),
+    ({**SECTION, "scheme": "int4_weight_only", "model": "models/gone"}, "compute capability 8.0 or more"),
     ({**SECTION, "seq_len": 5000}, "seq_len: 5000; the model sees at most 1024 tokens"),
 ]
 
@@ -122,3 +125,45 @@ def test_a_spec_that_cannot_work_is_one_line_and_is_not_tried_again(
     assert message in job.said
     assert job.said.count("\n") == 1
     assert not job.output.exists()
+
+
+def test_auto_tries_what_the_device_has_and_picks_the_smallest_or_the_fastest_that_passes(
+    filled: Storage, tmp_path: Path
+) -> None:
+    for prefer in ("size", "speed"):
+        section = {**SECTION, "scheme": "auto", "prefer": prefer, "measure_speed": prefer == "speed"}
+        job = program(filled, tmp_path / prefer, section, prefer)
+        quantize_job(job)
+        report = json.loads(filled.read(f"outputs/{prefer}/model/quantization.json"))
+        assert report["metrics"]["scheme"] == job.metrics.known["scheme"]
+        lines = filled.read(f"outputs/{prefer}/quantization.md").decode().splitlines()
+        assert [line.split(" | ")[0] for line in lines[4:]] == [
+            "| before",
+            "| int8_weight_only",
+            "| int8_dynamic",
+        ]
+    speeds = {line.split(" | ")[0]: float(line.split(" | ")[7]) for line in lines[4:]}
+    assert f"| {job.metrics.known['scheme']}" == max(list(speeds)[1:], key=lambda name: speeds[name])
+    assert filled.read("outputs/speed/quantization.svg").startswith(b"<svg")
+    assert job.metrics.known["tokens_per_s_at_256_after"] > 0
+
+
+def test_a_gate_on_agreement_fails_for_good_and_says_by_how_much(filled: Storage, tmp_path: Path) -> None:
+    section = {**SECTION, "scheme": "int8_dynamic", "min_agreement": 1.0, "max_perplexity_increase": 0.0}
+    job = Job("tasks.quantization", tmp_path / "storage", "gated", section)
+    assert job.run() == 2  # not tried again
+    assert "not published: perplexity went from" in job.said
+    assert "max_perplexity_increase allows 0.00%" in job.metrics["message"]
+    assert filled.keys("outputs/gated/") == []
+
+
+DEVICES = [
+    (Device("cpu", "a processor", None), ["int8_weight_only", "int8_dynamic"]),
+    (Device("cuda", "A100", (8, 0)), ["int8_weight_only", "int8_dynamic", "int4_weight_only"]),
+    (Device("cuda", "H100", (9, 0)), ["int8_weight_only", "int8_dynamic", "int4_weight_only", "fp8"]),
+]
+
+
+@pytest.mark.parametrize(("device", "names"), DEVICES, ids=lambda value: getattr(value, "name", ""))
+def test_a_device_runs_the_schemes_that_it_has(device: Device, names: list[str]) -> None:
+    assert [name for name, scheme in SCHEMES.items() if scheme.lacks(device) is None] == names
