@@ -55,11 +55,16 @@ class Work:
         }
         if self.prefill_seconds and self.peak_flops_per_s:
             rate = self.prefill_flops * self.processes / self.prefill_seconds
-            found["prefill_mfu"] = rate / self.peak_flops_per_s
+            found["prefill_mfu"] = _share(rate, self.peak_flops_per_s)
         if self.decode_seconds and self.peak_bytes_per_s:
             rate = self.decode_bytes * self.processes / self.decode_seconds
-            found["decode_bandwidth_utilization"] = rate / self.peak_bytes_per_s
+            found["decode_bandwidth_utilization"] = _share(rate, self.peak_bytes_per_s)
         return found
+
+
+def _share(rate: float, peak: float) -> float | None:
+    """None above 1: a measured peak was none then, as of bf16 on processors whose large matmuls are slow."""
+    return rate / peak if rate <= peak else None
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,7 @@ def peaks(device: "torch.device", precision: str) -> tuple[float, float]:
 
 
 def _bandwidth(device: "torch.device") -> float:
-    """Bytes/s of memory: from the table of GPUs, else what copying 256 MiB reaches (read and written)."""
+    """Bytes/s of memory: from the table of GPUs, else what copying 64 MiB reaches (read and written)."""
     import torch
 
     if device.type == "cuda":
@@ -155,7 +160,7 @@ def _bandwidth(device: "torch.device") -> float:
             return gpu(torch.cuda.get_device_name(device)).memory_tb_per_s * 1e12
         except HardwareError:
             pass
-    source = torch.ones(64 << 20, dtype=torch.float32, device=device)
+    source = torch.ones(16 << 20, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     best = float("inf")
     for _ in range(3):

@@ -10,18 +10,15 @@ import hashlib
 import json
 import os
 import sys
-import threading
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from tasks.batch_output import Output, Tally, counted
 from tasks.engines import (
     Completion,
     Engine,
@@ -34,7 +31,7 @@ from tasks.engines import (
     read_tokens,
 )
 from tasks.generating import Work
-from tasks.program import FinalError, JobFailedError, Program, leave_out, local_file, local_model, main
+from tasks.program import FinalError, Program, leave_out, local_file, local_model, main
 from tasks.rows import (
     ADDED,
     Format,
@@ -42,8 +39,6 @@ from tasks.rows import (
     Reader,
     Row,
     Shard,
-    decoded,
-    encoded,
     fingerprint,
     format_of,
     is_pattern,
@@ -51,15 +46,13 @@ from tasks.rows import (
 )
 from tasks.rows import shards as cut
 from tasks.specfile import SpecError, Strict, read_spec
-from tasks.storage import NotFoundError, exists
-from training.manifest import MANIFEST, Entry, entries_of, manifest_bytes
+from tasks.storage import NotFoundError
+from tasks.workers import WORKER, see_own_gpus, start_workers
+from training.manifest import MANIFEST, entries_of
 from training.models import config_of
-from training.processes import World, launch, world_from_environment
+from training.processes import World, world_from_environment
 
-WORKER = "SLOTWISE_WORKER"  # in the processes that this one started: the model's directory
 RUN = "run.json"  # what the shards of an output are made from, and their list
-REPORT = "report.json"  # what came of all of them
-EXAMPLES = 5
 
 
 class InferenceSpec(Strict):
@@ -81,7 +74,7 @@ class InferenceSpec(Strict):
     tensor_parallel: int = Field(default=1, ge=1)  # GPUs that share one copy of the model
     batch: int | None = Field(default=None, ge=1)  # most rows generated together; memory decides by itself
     token_budget: int | None = Field(default=None, ge=1)  # most tokens in a batch, padding and new ones too
-    shard_rows: int = Field(default=512, ge=1)  # rows in an output file
+    shard_rows: int = Field(default=512, ge=1)  # most rows in an output file
     output_format: Literal["same", "jsonl", "parquet"] = "same"
     max_error_share: float = Field(default=0.5, ge=0, le=1)  # more rows with errors than this fail the job
 
@@ -107,38 +100,13 @@ class InferenceSpec(Strict):
         return Settings(**{name: getattr(self, name) for name in names}, stop=tuple(self.stop))
 
 
-@dataclass
-class Tally:
-    """Rows of shards, by how they ended, with examples of what went wrong."""
-
-    rows: int = 0
-    failed: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    examples: list[str] = field(default_factory=list)
-
-    def add(self, other: "Tally") -> None:
-        """Take in the rows of another."""
-        self.rows += other.rows
-        self.failed += other.failed
-        self.prompt_tokens += other.prompt_tokens
-        self.completion_tokens += other.completion_tokens
-        self.examples = (self.examples + other.examples)[:EXAMPLES]
-
-
 @dataclass(frozen=True)
 class Run:
     """What is done with which rows, as all processes of all attempts see it."""
 
     spec: InferenceSpec
     files: tuple[InputFile, ...]
-    shards: tuple[Shard, ...]
-    form: Format
-
-    @property
-    def rows(self) -> int:
-        """Of the whole input."""
-        return sum(shard.rows for shard in self.shards)
+    output: Output
 
 
 def infer(program: Program) -> None:
@@ -150,23 +118,23 @@ def infer(program: Program) -> None:
     worker = os.environ.get(WORKER)
     directory = Path(worker) if worker else local_model(program.place("model", spec.model), program.scratch)
     run = _agreed(program, spec, files, directory)
-    if _done_before(program):
+    if (known := run.output.closed()) is not None:
+        print(f"{program.output} is there already", flush=True)
+        program.metrics.update(**_rows(known), progress=1.0, outputs=[f"{program.output}/{MANIFEST}"])
         return
     processes = gpus // spec.tensor_parallel
     if worker is None and (processes > 1 or spec.tensor_parallel > 1):
-        _start_workers(program, directory, processes, spec.tensor_parallel)
+        start_workers(program, directory, processes, spec.tensor_parallel)
         return
     world = world_from_environment() if worker else World(program.node_rank, program.nodes)
     if worker:
         program.metrics.path = program.scratch / f"worker-{world.local_rank}.json"
-        _see_own_gpus(world.local_rank, spec.tensor_parallel)
+        see_own_gpus(world.local_rank, spec.tensor_parallel)
     _work(program, run, directory, world, own_gpus=bool(worker))
-    _close_if_complete(program, run)
-
-
-def shard_key(output: str, index: int, form: Format = "jsonl") -> str:
-    """Where the rows of a shard lie."""
-    return f"{output}/rows-{index:05d}.{form}"
+    if (all_there := run.output.total()) is not None:  # the last process to finish sees them all
+        tally, entries = all_there
+        _check_errors(run, tally)
+        program.metrics.update(**_rows(tally), progress=1.0, outputs=run.output.close(tally, entries))
 
 
 @dataclass(frozen=True)
@@ -188,10 +156,10 @@ def _work(program: Program, run: Run, directory: Path, world: World, own_gpus: b
     engine: Engine | None = None
     tokens: Tokens | None = None
     reader = Reader(run.files, run.spec.column)
-    done = _finished(program, run)
-    claims = _claimed(program, run, world, done)
+    done = run.output.finished()
+    claims = run.output.claimed(world, done)
     for index in sorted(done)[world.rank :: world.size]:
-        tally.add(_recounted(program, run, index))
+        tally.add(run.output.tally(index))
     _check_errors(run, tally)
 
     def prepare() -> _Prepared | None:
@@ -217,11 +185,11 @@ def _work(program: Program, run: Run, directory: Path, world: World, own_gpus: b
             if engine is None:  # a finished job needs no model
                 engine = _opened(run.spec, directory, 0 if own_gpus else world.local_rank)
                 work = engine.work
-            rows, counted = _completed(run, engine, prepared)
+            rows, ended = _completed(run, engine, prepared)
             if written is not None:
                 written.result()
-            written = writing.submit(_put, program, run, prepared, rows, counted)
-            tally.add(counted)
+            written = writing.submit(run.output.put, prepared.shard, rows, prepared.table, ended)
+            tally.add(ended)
             _report(program, run, tally, work)
             _check_errors(run, tally)
         if written is not None:
@@ -276,92 +244,8 @@ def _completed(run: Run, engine: Engine, prepared: _Prepared) -> tuple[list[dict
         )
         own = {name: value for name, value in zip(ADDED, added, strict=True) if name != column}
         rows.append({**row.columns, **own})
-        tally.add(_counted(dict(zip(ADDED, added, strict=True))))
+        tally.add(counted(dict(zip(ADDED, added, strict=True))))
     return rows, tally
-
-
-def _counted(row: dict[str, Any]) -> Tally:
-    error = row["error"]
-    return Tally(
-        1,
-        int(error is not None),
-        row["prompt_tokens"] or 0 if error is None else 0,
-        row["completion_tokens"] or 0,
-        [] if error is None else [str(error)[:300]],
-    )
-
-
-def _put(program: Program, run: Run, prepared: _Prepared, rows: list[dict[str, Any]], counted: Tally) -> None:
-    """Write a shard, then what is to be known of it without reading it again."""
-    key = shard_key(program.output, prepared.shard.index, run.form)
-    data = encoded(rows, prepared.table, run.form)
-    program.storage.write(key, data)
-    _write_record(program, prepared.shard.index, data, counted)
-    print(f"{key}: {len(rows)} rows", flush=True)
-
-
-def _write_record(program: Program, index: int, data: bytes, counted: Tally) -> dict[str, Any]:
-    record = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), "tally": asdict(counted)}
-    program.storage.write(_record_key(program, index), json.dumps(record).encode())
-    return record
-
-
-def _record_key(program: Program, index: int) -> str:
-    return f"{program.output}/records/{index:05d}.json"
-
-
-def _record(program: Program, run: Run, index: int) -> dict[str, Any]:
-    """What is known of a finished shard; counted again when its writer was killed before it noted that."""
-    try:
-        return dict(json.loads(program.storage.read(_record_key(program, index))))
-    except (NotFoundError, ValueError):
-        pass
-    key = shard_key(program.output, index, run.form)
-    try:
-        data = program.storage.read(key)
-    except NotFoundError:
-        raise JobFailedError(f"{key}: was there and is gone") from None
-    tally = Tally()
-    for row in decoded(data, run.form):
-        tally.add(_counted(row))
-    return _write_record(program, index, data, tally)
-
-
-def _recounted(program: Program, run: Run, index: int) -> Tally:
-    return Tally(**_record(program, run, index)["tally"])
-
-
-def _finished(program: Program, run: Run) -> set[int]:
-    """Shards that are there."""
-    there = set(program.storage.keys(f"{program.output}/rows-"))
-    return {s.index for s in run.shards if shard_key(program.output, s.index, run.form) in there}
-
-
-def _claimed(program: Program, run: Run, world: World, done: set[int]) -> Iterator[Shard]:
-    """Shards for this process alone: its own stretch of what is left, then the ends of the others'.
-
-    Claims are the attempt's: another attempt begins when all processes of this one are gone.
-    """
-    left = [shard for shard in run.shards if shard.index not in done]
-    if world.size == 1:
-        yield from left
-        return
-    cuts = [len(left) * rank // world.size for rank in range(world.size + 1)]
-    stretches = [left[begin:end] for begin, end in pairwise(cuts)]
-    order = list(stretches[world.rank])
-    for step in range(1, world.size):
-        order += reversed(stretches[(world.rank + step) % world.size])
-    prefix = f"{program.output}/claims/{os.environ.get('SLOTWISE_ATTEMPT', '1')}"
-    taken: set[int] = set()
-    for shard in order:
-        if shard.index in taken:
-            continue
-        if program.storage.create(f"{prefix}/{shard.index:05d}", f"rank {world.rank}".encode()):
-            # Who finishes last removes the claims: what is done is not to be claimed again.
-            if not exists(program.storage, shard_key(program.output, shard.index, run.form)):
-                yield shard
-        else:
-            taken = {int(key.rpartition("/")[2]) for key in program.storage.keys(f"{prefix}/")}
 
 
 def _input_files(program: Program, spec: InferenceSpec) -> tuple[InputFile, ...]:
@@ -415,7 +299,9 @@ def _agreed(program: Program, spec: InferenceSpec, files: tuple[InputFile, ...],
             f"{program.name}: {name}: the rows under {program.output} were made with another one; "
             "use another output, or remove them"
         )
-    return Run(spec, files, tuple(Shard(*values) for values in agreed["shards"]), form)
+    return Run(
+        spec, files, Output(program.storage, program.output, form, tuple(Shard(*v) for v in agreed["shards"]))
+    )
 
 
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
@@ -435,133 +321,27 @@ def _model_print(directory: Path) -> str:
     return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
 
 
-def _close_if_complete(program: Program, run: Run) -> None:
-    """List the shards in a manifest once all are there: the last process to finish sees them all."""
-    wanted = [shard_key(program.output, shard.index, run.form) for shard in run.shards]
-    if not set(wanted) <= set(program.storage.keys(f"{program.output}/rows-")):
-        return
-    with ThreadPoolExecutor(8) as pool:
-        records = list(pool.map(lambda shard: _record(program, run, shard.index), run.shards))
-    tally = Tally()
-    for record in records:
-        tally.add(Tally(**record["tally"]))
-    _check_errors(run, tally)
-    entries = {
-        key.rpartition("/")[2]: Entry(record["bytes"], record["sha256"])
-        for key, record in zip(wanted, records, strict=True)
-    }
-    program.storage.write(f"{program.output}/{REPORT}", json.dumps(asdict(tally), indent=1).encode())
-    program.storage.write(f"{program.output}/{MANIFEST}", manifest_bytes(entries))
-    for key in [
-        *program.storage.keys(f"{program.output}/claims/"),
-        *program.storage.keys(f"{program.output}/records/"),
-    ]:
-        program.storage.delete(key)
-    program.metrics.update(
-        rows_done=tally.rows,
-        rows_failed=tally.failed,
-        progress=1.0,
-        outputs=[f"{program.output}/{MANIFEST}", *wanted[:20]],
-    )
-
-
-def _done_before(program: Program) -> bool:
-    """Whether an earlier attempt finished all; then its counts are ours."""
-    if not exists(program.storage, f"{program.output}/{MANIFEST}"):
-        return False
-    report = json.loads(program.storage.read(f"{program.output}/{REPORT}"))
-    program.metrics.update(
-        rows_done=report["rows"],
-        rows_failed=report["failed"],
-        progress=1.0,
-        outputs=[f"{program.output}/{MANIFEST}"],
-    )
-    print(f"{program.output} is there already", flush=True)
-    return True
-
-
 def _check_errors(run: Run, tally: Tally) -> None:
     """Raise FinalError as soon as there are too many errors, however the rest goes."""
-    if tally.failed > run.spec.max_error_share * run.rows:
+    if tally.failed > run.spec.max_error_share * run.output.rows:
         raise FinalError(
-            f"{tally.failed} of {run.rows} rows failed, more than the {run.spec.max_error_share:g} allowed; "
-            f"for example: {' | '.join(tally.examples)}"
+            f"{tally.failed} of {run.output.rows} rows failed, more than the {run.spec.max_error_share:g} "
+            f"allowed; for example: {' | '.join(tally.examples)}"
         )
 
 
 def _report(program: Program, run: Run, tally: Tally, work: Work) -> None:
     """What people see while rows are done; of a worker also the sums, for its parent to add up."""
     program.metrics.update(
-        rows_done=tally.rows,
-        rows_failed=tally.failed,
-        progress=tally.rows / max(run.rows, 1),
+        **_rows(tally),
+        progress=tally.rows / max(run.output.rows, 1),
         **work.metrics(run.spec.tensor_parallel),
         **({"work": asdict(work)} if WORKER in os.environ else {}),
     )
 
 
-def _start_workers(program: Program, directory: Path, processes: int, tensor_parallel: int) -> None:
-    """One process for each GPU, or group of them, of this node; their metrics add up to the job's."""
-    command = [sys.executable, "-m", "tasks.inference", *sys.argv[1:]]
-    surroundings = {**os.environ, WORKER: str(directory)}
-    surroundings.setdefault("SLOTWISE_ATTEMPT", uuid.uuid4().hex)  # by hand
-    program.scratch.mkdir(parents=True, exist_ok=True)
-    files = [program.scratch / f"worker-{rank}.json" for rank in range(processes)]
-    for file in files:
-        file.unlink(missing_ok=True)
-    with _added_up(program, files, tensor_parallel):
-        code = launch(command, processes, surroundings, program.node_rank, program.nodes)
-    if code:
-        program.metrics.write()
-        sys.exit(code)  # the worker has said why
-
-
-@contextmanager
-def _added_up(program: Program, files: list[Path], gpus_per_process: int) -> Iterator[None]:
-    """Keep the job's metrics the sum of its workers'."""
-    over = threading.Event()
-
-    def look() -> None:
-        found = []
-        for file in files:
-            try:
-                found.append(json.loads(file.read_text(encoding="utf-8")))
-            except (OSError, ValueError):
-                continue
-        work = Work(processes=0)
-        for each in found:
-            if each.get("work"):
-                work.add(Work(**each["work"]))
-        sums = {name: sum(each.get(name) or 0 for each in found) for name in ("rows_done", "rows_failed")}
-        closed = next((each for each in found if each.get("outputs")), None)
-        if closed:  # by who finished last, which counted the rows of all nodes
-            sums = {name: closed[name] for name in ("rows_done", "rows_failed", "outputs")}
-        progress = 1.0 if closed else sum(each.get("progress") or 0 for each in found)
-        said = next((each["message"] for each in found if each.get("message")), None)
-        program.metrics.update(
-            **sums, progress=progress, **work.metrics(gpus_per_process), **({"message": said} if said else {})
-        )
-
-    def watch() -> None:
-        while not over.wait(1.0):
-            look()
-
-    thread = threading.Thread(target=watch, name="metrics", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-        look()
-
-
-def _see_own_gpus(local_rank: int, tensor_parallel: int) -> None:
-    """Leave this process the GPUs of its group; nothing has looked at them yet."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    given = visible.split(",") if visible else [str(gpu) for gpu in range((local_rank + 1) * tensor_parallel)]
-    own = given[local_rank * tensor_parallel : (local_rank + 1) * tensor_parallel]
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+def _rows(tally: Tally) -> dict[str, int]:
+    return {"rows_done": tally.rows, "rows_failed": tally.failed}
 
 
 if __name__ == "__main__":

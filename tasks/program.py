@@ -215,7 +215,13 @@ def local_model(place: Place, scratch: Path) -> Path:
         if f"{place.key}/model/{MANIFEST}" in keys:
             hint = f"; did you mean {place.key}/model?"
         raise SpecError(f"{place.where}: no model lies there{hint or f' in {place.storage.root}'}")
-    return _local_directory(place, keys, scratch / "models" / _digest(place))
+    directory = _local_directory(place, keys, scratch / "models" / _digest(place))
+    if not (directory / "config.json").is_file():
+        raise SpecError(
+            f"{place.where}: has no config.json; expected a Hugging Face directory, such as the model/ "
+            "that a training job leaves beside its checkpoints"
+        )
+    return directory
 
 
 def local_directory(place: Place, scratch: Path) -> Path:

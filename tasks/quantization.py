@@ -42,9 +42,7 @@ class QuantizationSpec(Strict):
     """The section `quantization:` of a job."""
 
     model: str  # key prefix of a model's directory
-    scheme: Literal["int8_weight_only", "int8_dynamic", "int4_weight_only", "fp8", "auto"] = (
-        "int8_weight_only"
-    )
+    scheme: SchemeName = "int8_weight_only"
     prefer: Literal["speed", "size"] = "speed"  # what `auto` picks by, among what passes the gate
     max_perplexity_increase: float = Field(default=0.05, ge=0)  # as a share: 0.05 lets 10.0 become 10.5
     min_agreement: float = Field(default=0.0, ge=0, le=1)  # of greedy outputs, as a share of their tokens
@@ -97,7 +95,13 @@ def quantize_job(program: Program) -> None:
     program.metrics.update(perplexity_before=before.perplexity, progress=1 / (len(schemes) + 1))
     passed, failed = [], []
     for turn, scheme in enumerate(schemes, 2):
-        after = _quantized(program, spec, source, windows, scheme, device)
+        try:
+            after = _quantized(program, spec, source, windows, scheme, device)
+        except Exception as error:  # whatever a library raises where a kernel does not fit the model
+            if len(schemes) == 1:
+                raise
+            failed.append(f"{scheme}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            continue
         metrics = _compared(before, after)
         program.metrics.update(**metrics, progress=turn / (len(schemes) + 2))
         if problem := _gate(spec, metrics):
@@ -112,10 +116,10 @@ def quantize_job(program: Program) -> None:
     report = {"made_from": made_from, "metrics": metrics, "failed": failed}
     (best.directory / REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")
     write_manifest(best.directory)
-    publish_directory(program.storage, target, best.directory)
     title = f"{spec.model} on {device.name}"
     program.storage.write(f"{program.output}/quantization.md", f"{title}\n\n{table(rows)}".encode())
     program.storage.write(f"{program.output}/quantization.svg", picture(rows, title).encode())
+    publish_directory(program.storage, target, best.directory)  # last: what is published is not done again
     outputs = [target, f"{program.output}/quantization.md", f"{program.output}/quantization.svg"]
     program.metrics.update(**metrics, progress=1.0, outputs=outputs)
 

@@ -1,9 +1,9 @@
 """The rows of a batch job: read from JSONL or Parquet files, cut into shards, written as JSONL or Parquet.
 
 Invariant: every row of the input belongs to exactly one shard, shards follow the rows' order, and what is in
-memory is one shard, however large the files: JSONL is read line by line (a line above 16 MiB is an error row
-whose rest is skipped), Parquet page by page. The cost is one pass over JSONL files to find where shards
-begin; of Parquet only the footers are read for that.
+memory is one shard of about 64 MiB at most, however large the files and their rows: JSONL is read line by
+line (a line above 16 MiB is an error row whose rest is skipped), Parquet page by page. The cost is one pass
+over JSONL files to find where shards begin; of Parquet only the footers are read for that.
 """
 
 import base64
@@ -12,7 +12,7 @@ import io
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Format = Literal["jsonl", "parquet"]
 SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 MOST_LINE = 16 << 20  # bytes of a line that are read
+MOST_SHARD = 64 << 20  # bytes of the lines of a shard, above which it takes no other row
 PARQUET_BUFFER = 1 << 20
 # What a job adds to each row.
 ADDED = ("completion", "prompt_tokens", "completion_tokens", "finish_reason", "error")
@@ -92,17 +93,13 @@ def is_pattern(reference: str) -> bool:
 
 
 def shards(files: Sequence[InputFile], size: int) -> list[Shard]:
-    """The shards of the input, each of `size` rows but the last. Raises SpecError for a file that is none."""
-    starts = _parquet_rows(files, size) if _parquet(files) else _jsonl_rows(files, size)
-    found: list[Shard] = []
-    rows = 0
-    for total, start in starts:
-        rows = total
-        if start is not None:
-            found.append(Shard(len(found), *start, size))
-    if found:
-        found[-1] = replace(found[-1], rows=rows - size * found[-1].index)
-    return found
+    """The shards of the input, of at most `size` rows each. Raises SpecError for a file that is none."""
+    total, starts = _parquet_starts(files, size) if _parquet(files) else _jsonl_starts(files, size)
+    ends = [first for first, _ in starts[1:]] + [total]
+    return [
+        Shard(index, *start, end - first)
+        for index, ((first, start), end) in enumerate(zip(starts, ends, strict=False))  # no start: no end
+    ]
 
 
 def fingerprint(path: Path) -> str:
@@ -218,24 +215,37 @@ def _parquet(files: Sequence[InputFile]) -> bool:
 Start = tuple[int, int, int]  # file, position, number
 
 
-def _jsonl_rows(files: Sequence[InputFile], size: int) -> Iterator[tuple[int, Start | None]]:
-    """How many rows there are so far, and where a shard begins, if one does."""
-    total = 0
+def _jsonl_starts(files: Sequence[InputFile], size: int) -> tuple[int, list[tuple[int, Start]]]:
+    """How many rows there are, and before how many of them a shard begins where."""
+    starts: list[tuple[int, Start]] = []
+    total = held = 0
     for index, source in enumerate(files):
         with source.path.open("rb") as file:
-            for position, number, _ in _lines(file, 0, 1):
+            for position, number, line in _lines(file, 0, 1):
+                if not starts or total - starts[-1][0] == size or held + len(line) > MOST_SHARD:
+                    starts.append((total, (index, position, number)))
+                    held = 0
+                held += len(line)
                 total += 1
-                yield total, (index, position, number) if (total - 1) % size == 0 else None
+    return total, starts
 
 
-def _parquet_rows(files: Sequence[InputFile], size: int) -> Iterator[tuple[int, Start | None]]:
+def _parquet_starts(files: Sequence[InputFile], size: int) -> tuple[int, list[tuple[int, Start]]]:
+    """The same; footers tell how large rows are on average."""
+    starts: list[tuple[int, Start]] = []
+    counts = []
+    for source in files:
+        footer = _open_parquet(source).metadata
+        counts.append(int(footer.num_rows))
+        held = sum(footer.row_group(group).total_byte_size for group in range(footer.num_row_groups))
+        if counts[-1]:
+            size = max(min(size, MOST_SHARD * counts[-1] // max(held, 1)), 1)
     total = 0
-    for index, source in enumerate(files):
-        rows = _open_parquet(source).metadata.num_rows
+    for index, rows in enumerate(counts):
         for position in range(-total % size, rows, size):
-            yield total + rows, (index, position, position + 1)
+            starts.append((total + position, (index, position, position + 1)))
         total += rows
-        yield total, None
+    return total, starts
 
 
 def _lines(file: BinaryIO, position: int, number: int) -> Iterator[tuple[int, int, bytes]]:

@@ -86,6 +86,7 @@ class S3Storage:
             answer = self._ask(key, self.client.get_object, Bucket=self.bucket, Key=name)
             try:
                 if most is not None and int(answer["ContentLength"]) > most:
+                    answer["Body"].close()
                     raise too_large(self.root, key, most)
                 data = bytes(self._ask(key, answer["Body"].read))
                 if _matches(_hash_of(answer), data):

@@ -4,15 +4,28 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
-from tasks.program import Metrics, Program
-from tasks.storage import Storage
+from tasks import program as programs
+from tasks.program import Metrics, Program, publish_directory
+from tasks.storage import Storage, open_storage
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch loads, which no test module does at import
+
+# A batch job of a few rows.
+ROWS: dict[str, Any] = {
+    "input": "in/rows.jsonl",
+    "model": "models/small",
+    "max_new_tokens": 6,
+    "batch": 4,
+    "shard_rows": 5,
+}
 
 
 class Job:
@@ -50,6 +63,14 @@ class Job:
             return subprocess.Popen(
                 command, cwd=self.scratch, env=self.environment, stdout=said, stderr=said, text=True
             )
+
+    def run_here(self, work: Callable[[Program], None], monkeypatch: pytest.MonkeyPatch) -> int:
+        """The same in the test's own process; for jobs that end before a model is loaded."""
+        for name, value in self.environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.chdir(self.scratch)
+        with (self.scratch / "said").open("w") as said, redirect_stdout(said), redirect_stderr(said):
+            return programs._run(work, ["spec.yaml"])
 
     def run(self) -> int:
         """Run the program to its end; its exit code."""
@@ -109,3 +130,37 @@ def small_model(directory: Path, steps: int = 15) -> Path:
         checkpoint_every=1000,
     )
     return train(config, directory).directory
+
+
+def stocked(directory: Path, model: Path) -> Path:
+    """A storage directory with the model in it."""
+    root = directory / "storage"
+    root.mkdir()
+    publish_directory(open_storage(str(root)), "models/small", model)
+    return root
+
+
+def put(storage: Storage, *lines: object) -> None:
+    """Leave the input; what is not bytes becomes a line of JSON."""
+    data = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    storage.write("in/rows.jsonl", b"\n".join(data) + b"\n")
+
+
+def rows(storage: Storage, name: str = "job") -> list[dict[str, Any]]:
+    """All output rows, in the order of their shards."""
+    shards = storage.keys(f"outputs/{name}/rows-")
+    return [json.loads(line) for key in shards for line in storage.read(key).splitlines()]
+
+
+def by_hand(module: str, root: Path, section: dict[str, Any], name: str) -> str:
+    """What `python -m MODULE NAME.yaml` says in the storage's directory, where there is no Prefect."""
+    (root / f"{name}.yaml").write_text(yaml.safe_dump(section))
+    surroundings = {key: value for key, value in os.environ.items() if not key.startswith("SLOTWISE_")}
+    code = (
+        "import runpy, sys\nsys.modules['prefect'] = None\n"
+        f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    )
+    command = [sys.executable, "-c", code, f"{name}.yaml"]
+    done = subprocess.run(command, cwd=root, env=surroundings, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout

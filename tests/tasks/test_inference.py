@@ -2,30 +2,26 @@
 
 import io
 import json
+import os
 import re
 import shutil
-from dataclasses import replace
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tasks import inference
-from tasks.inference import infer, shard_key
+from tasks.batch_output import shard_key
+from tasks.inference import infer
 from tasks.program import FinalError, publish_directory
 from tasks.specfile import SpecError
 from tasks.storage import Storage, open_storage
-from tests.conftest import wait_for
-from tests.tasks.kind_programs import Job, program, small_model
+from tests.tasks.kind_programs import ROWS as SECTION
+from tests.tasks.kind_programs import Job, by_hand, program, put, rows, small_model, stocked
 from training.manifest import write_manifest
-
-SECTION: dict[str, Any] = {
-    "input": "in/rows.jsonl",
-    "model": "models/small",
-    "max_new_tokens": 6,
-    "batch": 4,
-    "shard_rows": 5,
-}
 
 
 @pytest.fixture(scope="module")
@@ -36,21 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def root(tmp_path: Path, model: Path) -> Path:
     """A storage directory with the model in it."""
-    (tmp_path / "storage").mkdir()
-    publish_directory(open_storage(str(tmp_path / "storage")), "models/small", model)
-    return tmp_path / "storage"
-
-
-def put(storage: Storage, *lines: object) -> None:
-    """Leave the input; what is not bytes becomes a line of JSON."""
-    data = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
-    storage.write("in/rows.jsonl", b"\n".join(data) + b"\n")
-
-
-def rows(storage: Storage, name: str = "job") -> list[dict[str, Any]]:
-    """All output rows, in the order of their shards."""
-    shards = storage.keys(f"outputs/{name}/rows-")
-    return [json.loads(line) for key in shards for line in storage.read(key).splitlines()]
+    return stocked(tmp_path, model)
 
 
 def test_rows_come_out_in_the_order_they_went_in(storage: Storage, model: Path, tmp_path: Path) -> None:
@@ -90,7 +72,7 @@ BAD: list[tuple[object, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("line", "message"), BAD)
+@pytest.mark.parametrize(("line", "message"), BAD, ids=range(len(BAD)))
 def test_a_bad_row_is_an_error_row_and_the_others_go_on(
     root: Path, tmp_path: Path, line: object, message: str
 ) -> None:
@@ -160,25 +142,6 @@ def test_shards_of_other_settings_are_not_mixed(root: Path, tmp_path: Path, chan
         infer(program(storage, tmp_path, {**SECTION, **changes}))
 
 
-def test_a_killed_job_redoes_no_finished_shard_and_loses_no_row(root: Path) -> None:
-    storage = open_storage(str(root))
-    put(storage, *[{"id": n, "prompt": f"{n} What"} for n in range(40)])
-    section = {**SECTION, "max_new_tokens": 30, "batch": 2, "shard_rows": 4}
-    job = Job("tasks.inference", root, "killed", section)
-    process = job.start()
-    try:
-        wait_for(lambda: len(storage.keys("outputs/killed/rows-")) >= 2, "two shards")
-    finally:
-        process.kill()
-        process.wait()
-    before = {path.name: path.stat().st_mtime_ns for path in job.output.glob("rows-*")}
-    assert 2 <= len(before) < 10
-    assert job.run() == 0, job.said
-    after = {path.name: path.stat().st_mtime_ns for path in job.output.glob("rows-*")}
-    assert before.items() <= after.items()
-    assert [row["id"] for row in rows(storage, "killed")] == list(range(40))
-
-
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({**SECTION, "input": "gone.jsonl"}, "input: 'gone.jsonl': no such object in"),
     ({**SECTION, "input": "../rows.jsonl"}, "expected a key inside the storage root"),
@@ -191,14 +154,22 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("section", "message"), WRONG)
 def test_a_spec_that_cannot_work_is_one_line_and_is_not_tried_again(
-    root: Path, section: dict[str, Any], message: str
+    root: Path, section: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(open_storage(str(root)), {"prompt": "a"})
     job = Job("tasks.inference", root, "wrong", section)
-    assert job.run() == 2
+    assert job.run_here(infer, monkeypatch) == 2
     assert message in job.said
     assert job.said.count("\n") == 1
     assert not job.output.exists()
+
+
+def test_by_hand_it_needs_neither_a_runner_nor_prefect(root: Path) -> None:
+    storage = open_storage(str(root))
+    put(storage, {"prompt": "What"}, b"?")
+    said = by_hand("tasks.inference", root, SECTION, "mine")
+    assert json.loads(said[said.index("{") :])["rows_failed"] == 1
+    assert [row["error"] is None for row in rows(storage, "mine")] == [True, False]
 
 
 def test_files_come_in_the_order_of_the_spec_and_of_a_glob(
@@ -266,7 +237,7 @@ def test_messages_go_through_the_models_chat_template(root: Path, tmp_path: Path
     assert [row["error"].partition("talk: ")[2] for row in others] == [
         "'Who?' is not a list of messages",
         "has no messages",
-        "{'role': 'user'} is no message; expected a role and a text as content",
+        "\"{'role': 'user'}\" is no message; expected a role and a text as content",
         "the model's chat template refuses it: who?",
     ]
 
@@ -313,59 +284,6 @@ def test_errors_that_are_too_many_already_end_the_job_before_the_rest_is_done(
     assert len(storage.keys("outputs/job/rows-")) < 6
 
 
-def test_a_shard_whose_writer_was_killed_before_it_noted_its_counts_is_counted_not_redone(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage = open_storage(str(root))
-    put(storage, *[{"prompt": "What"}] * 4, b"?", *[{"prompt": "Who"}] * 3)
-    monkeypatch.setattr(inference, "_write_record", dying)
-    with pytest.raises(RuntimeError, match="killed here"):
-        infer(program(storage, tmp_path, SECTION))
-    monkeypatch.undo()
-    first = storage.read(shard_key("outputs/job", 0))
-    storage.write(shard_key("outputs/job", 0), first.replace(b'"What"', b'"kept"'))
-    job = program(storage, tmp_path, SECTION)
-    infer(job)
-    assert [row.get("prompt") for row in rows(storage)] == ["kept"] * 4 + [None] + ["Who"] * 3
-    assert (job.metrics.known["rows_done"], job.metrics.known["rows_failed"]) == (8, 1)
-    assert not storage.keys("outputs/job/records/")
-
-
-def dying(*_: Any) -> Any:
-    """Stands where the process is killed."""
-    raise RuntimeError("killed here")
-
-
-def test_a_process_that_is_ahead_takes_what_is_left_of_the_others(root: Path, tmp_path: Path) -> None:
-    storage = open_storage(str(root))
-    put(storage, *[{"id": n, "prompt": f"{n} What"} for n in range(24)])
-    section = {**SECTION, "shard_rows": 4}
-    jobs = [replace(program(storage, tmp_path, section), node_rank=rank, nodes=2) for rank in (0, 1)]
-    infer(jobs[0])
-    assert [row["id"] for row in rows(storage)] == list(range(24))
-    assert not storage.keys("outputs/job/claims/")
-    infer(jobs[1])
-    assert [job.metrics.known["rows_done"] for job in jobs] == [24, 24]
-
-
-def test_processes_at_work_together_do_each_shard_once(root: Path) -> None:
-    storage = open_storage(str(root))
-    put(storage, *[{"id": n, "prompt": f"{n} What"} for n in range(60)])
-    section = {**SECTION, "shard_rows": 3}
-    jobs = [Job("tasks.inference", root, "gang", section, rank, SLOTWISE_NODE_COUNT="2") for rank in (0, 1)]
-    processes = [job.start() for job in jobs]
-    try:
-        assert [process.wait(300) for process in processes] == [0, 0], [job.said for job in jobs]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    written = [line for job in jobs for line in job.said.splitlines() if line.endswith(" rows")]
-    assert len(written) == len(set(written)) == 20
-    assert [row["id"] for row in rows(storage, "gang")] == list(range(60))
-    assert json.loads(storage.read("outputs/gang/report.json"))["rows"] == 60
-
-
 WRONG_ENGINES: list[tuple[dict[str, Any], str]] = [
     ({"engine": "vllm"}, "engine: 'vllm': is not installed on this node"),
     ({"tensor_parallel": 2}, "tensor_parallel: 2: transformers takes one GPU a process"),
@@ -390,3 +308,58 @@ def test_what_cannot_be_done_is_said_in_one_line_before_a_model_is_loaded(
         infer(program(storage, tmp_path, {**SECTION, **changes}))
     assert "\n" not in str(told.value)
     assert not storage.keys("outputs/")
+
+
+def test_vllm_gets_the_settings_and_its_answers_become_rows(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    class LLM:
+        def __init__(self, **arguments: Any) -> None:
+            given.update(arguments)
+
+        def generate(self, prompts: list[dict[str, Any]], how: dict[str, Any], use_tqdm: bool) -> list[Any]:
+            given.update(how)
+            ends = ["stop", "length"]
+            return [
+                SimpleNamespace(
+                    outputs=[
+                        SimpleNamespace(text=f"{len(p['prompt_token_ids'])}", token_ids=[1], finish_reason=e)
+                    ]
+                )
+                for p, e in zip(prompts, ends, strict=True)
+            ]
+
+    stand_in = ModuleType("vllm")
+    stand_in.__spec__ = ModuleSpec("vllm", None)
+    stand_in.LLM, stand_in.SamplingParams = LLM, dict  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", stand_in)
+    storage = open_storage(str(root))
+    put(storage, {"prompt": "What"}, b"?", {"prompt": "Where"})
+    asked = {"engine": "vllm", "dtype": "bf16", "stop": ["."], "temperature": 0.5, "seed": 3, "top_k": 7}
+    infer(program(storage, tmp_path, SECTION | asked))
+    found = [(row["completion"], row["finish_reason"]) for row in rows(storage)]
+    assert found == [("4", "stop"), (None, None), ("5", "length")]
+    wanted = {"dtype": "bfloat16", "tensor_parallel_size": 1, "max_tokens": 6, "temperature": 0.5, "top_k": 7}
+    assert wanted.items() <= given.items()
+    assert given["stop"] == ["."] and given["model"] == str(root / "models/small")
+
+
+@pytest.mark.long
+def test_a_job_over_a_file_larger_than_its_memory_reads_it_piece_by_piece(root: Path) -> None:
+    count, blob = 6000, "x" * 250_000
+    (root / "in").mkdir()
+    with (root / "in" / "rows.jsonl").open("w") as out:
+        for number in range(count):
+            out.write(f'{{"id": {number}, "prompt": "What", "blob": "{blob}"}}\n')
+    size = (root / "in" / "rows.jsonl").stat().st_size
+    job = Job(
+        "tasks.inference", root, "large", {**SECTION, "max_new_tokens": 1, "batch": 32, "shard_rows": 512}
+    )
+    process = job.start()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, job.said
+    assert json.loads((job.output / "report.json").read_text())["rows"] == count
+    assert usage.ru_maxrss * 1024 < 0.7 * size

@@ -84,6 +84,17 @@ def test_a_directory_that_somebody_uploaded_without_a_manifest_is_a_model(
     assert (local_model(at(storage, "m"), tmp_path / "scratch") / "config.json").read_bytes() == b"{}"
 
 
+def test_a_checkpoint_is_no_model_and_the_message_says_where_that_is(
+    storage: Storage, tmp_path: Path
+) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "state.json").write_text("{}")
+    write_manifest(tmp_path / "state")
+    publish_directory(storage, "outputs/a/checkpoints/step-8", tmp_path / "state")
+    with pytest.raises(SpecError, match=r"has no config\.json; expected .* such as the model/ that a"):
+        local_model(at(storage, "outputs/a/checkpoints/step-8"), tmp_path / "scratch")
+
+
 def test_the_output_of_a_job_suggests_the_model_in_it(storage: Storage, model: Path, tmp_path: Path) -> None:
     publish_directory(storage, "outputs/a/model", model)
     with pytest.raises(SpecError, match=r"no model lies there; did you mean outputs/a/model\?"):

@@ -13,9 +13,10 @@ from tasks.quantization import quantize_job
 from tasks.schemes import SCHEMES, Device, Scheme
 from tasks.specfile import SpecError
 from tasks.storage import Storage, open_storage
-from tests.tasks.kind_programs import Job, program, small_model
+from tests.tasks.kind_programs import Job, by_hand, program, small_model
 
 SECTION: dict[str, Any] = {"model": "models/small", "seq_len": 64, "windows": 4, "measure_speed": False}
+pytestmark = pytest.mark.xdist_group("quantization")  # they share a model
 
 
 @pytest.fixture(scope="module")
@@ -118,10 +119,15 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("section", "message"), WRONG)
 def test_a_spec_that_cannot_work_is_one_line_and_is_not_tried_again(
-    filled: Storage, tmp_path: Path, section: dict[str, Any], message: str
+    filled: Storage,
+    tmp_path: Path,
+    section: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("training.models.load", None)  # no model is loaded before it is said
     job = Job("tasks.quantization", tmp_path / "storage", "wrong", section)
-    assert job.run() == 2
+    assert job.run_here(quantize_job, monkeypatch) == 2
     assert message in job.said
     assert job.said.count("\n") == 1
     assert not job.output.exists()
@@ -146,6 +152,26 @@ def test_auto_tries_what_the_device_has_and_picks_the_smallest_or_the_fastest_th
     assert f"| {job.metrics.known['scheme']}" == max(list(speeds)[1:], key=lambda name: speeds[name])
     assert filled.read("outputs/speed/quantization.svg").startswith(b"<svg")
     assert job.metrics.known["tokens_per_s_at_256_after"] > 0
+
+
+def test_auto_passes_over_a_scheme_that_the_library_refuses_for_this_model(
+    filled: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusing() -> Any:
+        raise NotImplementedError("no kernel\nfor these sizes")
+
+    monkeypatch.setitem(SCHEMES, "int8_weight_only", Scheme(refusing, None, "refused"))
+    job = program(filled, tmp_path / "scratch", {**SECTION, "scheme": "auto"})
+    quantize_job(job)
+    report = json.loads(filled.read("outputs/job/model/quantization.json"))
+    assert report["metrics"]["scheme"] == "int8_dynamic"
+    assert report["failed"] == ["int8_weight_only: NotImplementedError: no kernel for these sizes"]
+
+
+def test_by_hand_it_needs_neither_a_runner_nor_prefect(filled: Storage, tmp_path: Path) -> None:
+    said = by_hand("tasks.quantization", tmp_path / "storage", SECTION, "mine")
+    assert json.loads(said[said.index("{") :])["scheme"] == "int8_weight_only"
+    assert is_published(filled, "outputs/mine/model")
 
 
 def test_a_gate_on_agreement_fails_for_good_and_says_by_how_much(filled: Storage, tmp_path: Path) -> None:

@@ -64,6 +64,28 @@ def test_an_input_without_rows_has_no_shards(tmp_path: Path) -> None:
     assert shards(jsonl(tmp_path, b"", b"\n \n"), 4) == []
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_shard_of_large_rows_has_fewer_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    monkeypatch.setattr(module, "MOST_SHARD", 10_000)
+    lengths = [10, 10, 3000, 3000, 3000, 3000, 10, 20_000, 10]
+    path = tmp_path / f"rows.{suffix}"
+    if suffix == "jsonl":
+        path.write_text("".join(f'{{"prompt": "{"x" * length}"}}\n' for length in lengths))
+    else:
+        texts = [os.urandom(length // 2).hex() for length in lengths]
+        pq.write_table(pa.table({"prompt": texts}), path, row_group_size=2)
+    files = [InputFile(path.name, path)]
+    found = shards(files, 8)
+    assert [shard.rows for shard in found] == ([5, 2, 1, 1] if suffix == "jsonl" else [2, 2, 2, 2, 1])
+    reader = Reader(files, "prompt")
+    assert [len(row.asked) for shard in found for row in reader.read(shard)[0]] == lengths
+
+
 GLOBS = {
     "in/*.jsonl": ["in/a.jsonl", "in/b.jsonl"],
     "in/**/*.jsonl": ["in/a.jsonl", "in/b.jsonl", "in/deep/c.jsonl"],

@@ -1,0 +1,207 @@
+"""Batch inference that dies or works beside others: no finished shard is done again, no row is lost."""
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.batch_output import Output, shard_key
+from tasks.inference import infer
+from tasks.storage import open_storage
+from tests.conftest import wait_for
+from tests.tasks.kind_programs import ROWS as SECTION
+from tests.tasks.kind_programs import Job, program, put, rows, small_model, stocked
+
+SHARDS = 4
+pytestmark = pytest.mark.xdist_group("inference-killed")  # they share a model and a process that forks
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_model(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture
+def root(tmp_path: Path, model: Path) -> Path:
+    """A storage directory with the model in it."""
+    return stocked(tmp_path, model)
+
+
+class Attempts:
+    """Attempts at a job of four shards, each killed at a step that it is told or left to end."""
+
+    def __init__(self, root: Path, process: "subprocess.Popen[str]") -> None:
+        self.root = root
+        self.process = process
+        self.made = 0
+        self.shards: dict[str, dict[str, int]] = {}  # of each job, with the time of its writing
+
+    def make(self, name: str, step: int | None, rank: int = 0, nodes: int = 1) -> int:
+        """Make one; how it ended. Fails when it wrote a shard that was there."""
+        self.made += 1
+        asked: dict[str, Any] = {
+            "root": str(self.root),
+            "section": {**SECTION, "shard_rows": 3, "max_new_tokens": 2},
+        }
+        asked |= {"name": name, "step": step, "rank": rank, "nodes": nodes, "attempt": self.made}
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps(asked) + "\n")
+        self.process.stdin.flush()
+        answer = json.loads(self.process.stdout.readline())
+        assert self.shards.get(name, {}).items() <= answer["shards"].items()
+        self.shards[name] = answer["shards"]
+        return int(answer["code"])
+
+    def check(self, name: str) -> None:
+        """Everything is there once, and nothing else where others look."""
+        storage = open_storage(str(self.root))
+        assert [row.get("id") for row in rows(storage, name)] == [0, 1, 2, None, 4, 5, 6, 7, 8, 9, 10, 11]
+        report = json.loads(storage.read(f"outputs/{name}/report.json"))
+        assert (report["rows"], report["failed"]) == (12, 1)
+        left = {key.rpartition("/")[2] for key in storage.keys(f"outputs/{name}/")}
+        assert left == {"manifest.json", "report.json", "run.json", *self.shards[name]}
+
+
+@pytest.fixture(scope="module")
+def attempts(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attempts]:
+    root = stocked(tmp_path_factory.mktemp("attempts"), model)
+    lines: list[object] = [{"id": n, "prompt": f"{n} What"} for n in range(12)]
+    lines[3] = b"?"
+    put(open_storage(str(root)), *lines)
+    command = [sys.executable, "-m", "tests.tasks.killed_inference"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield Attempts(root, process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_job_that_is_killed_at_every_object_it_writes_ends_all_the_same(attempts: Attempts) -> None:
+    began, step, code = attempts.made, 2, -9  # 1: the first object that it writes has no name yet, 2: it has
+    while code == -9:
+        before = attempts.shards.get("again")
+        code = attempts.make("again", step)
+        step += attempts.shards["again"] == before  # it died of what it writes anew each time
+        assert step < 20
+    assert code == 0
+    assert attempts.made - began > 2 * SHARDS
+    attempts.check("again")
+
+
+def test_two_nodes_killed_at_any_step_take_each_others_shards_once_all_the_same(attempts: Attempts) -> None:
+    draw = random.Random(6)
+    for turn in range(5):
+        assert attempts.make("two", draw.randint(3, 12), rank=turn % 2, nodes=2) in (-9, 0)
+    for rank in (1, 0):
+        assert attempts.make("two", None, rank, nodes=2) == 0
+    attempts.check("two")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_job_killed_at_each_of_its_steps_in_turn(attempts: Attempts, nodes: int) -> None:
+    step, code = 0, -9
+    while code == -9:
+        step += 1
+        name = f"at{step}-of-{nodes}"
+        code = attempts.make(name, step, 0, nodes)
+        for rank in range(nodes):
+            assert attempts.make(name, None, rank, nodes) == 0
+        attempts.check(name)
+    assert code == 0
+    assert step > 4 * SHARDS
+
+
+@pytest.mark.long
+def test_a_killed_job_redoes_no_finished_shard_and_loses_no_row(root: Path) -> None:
+    storage = open_storage(str(root))
+    put(storage, *[{"id": n, "prompt": f"{n} What"} for n in range(40)])
+    section = {**SECTION, "max_new_tokens": 30, "batch": 2, "shard_rows": 4}
+    job = Job("tasks.inference", root, "killed", section)
+    process = job.start()
+    try:
+        wait_for(lambda: len(storage.keys("outputs/killed/rows-")) >= 2, "two shards")
+    finally:
+        process.kill()
+        process.wait()
+    before = {path.name: path.stat().st_mtime_ns for path in job.output.glob("rows-*")}
+    assert 2 <= len(before) < 10
+    assert job.run() == 0, job.said
+    after = {path.name: path.stat().st_mtime_ns for path in job.output.glob("rows-*")}
+    assert before.items() <= after.items()
+    assert [row["id"] for row in rows(storage, "killed")] == list(range(40))
+
+
+def test_a_shard_whose_writer_was_killed_before_it_noted_its_counts_is_counted_not_redone(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = open_storage(str(root))
+    put(storage, *[{"prompt": "What"}] * 4, b"?", *[{"prompt": "Who"}] * 3)
+    monkeypatch.setattr(Output, "note", dying)
+    with pytest.raises(RuntimeError, match="killed here"):
+        infer(program(storage, tmp_path, SECTION))
+    monkeypatch.undo()
+    first = storage.read(shard_key("outputs/job", 0))
+    storage.write(shard_key("outputs/job", 0), first.replace(b'"What"', b'"kept"'))
+    job = program(storage, tmp_path, SECTION)
+    infer(job)
+    assert [row.get("prompt") for row in rows(storage)] == ["kept"] * 4 + [None] + ["Who"] * 3
+    assert (job.metrics.known["rows_done"], job.metrics.known["rows_failed"]) == (8, 1)
+    assert not storage.keys("outputs/job/records/")
+
+
+def dying(*_: Any) -> Any:
+    """Stands where the process is killed."""
+    raise RuntimeError("killed here")
+
+
+def test_a_process_that_is_ahead_takes_what_is_left_of_the_others(root: Path, tmp_path: Path) -> None:
+    storage = open_storage(str(root))
+    put(storage, *[{"id": n, "prompt": f"{n} What"} for n in range(24)])
+    section = {**SECTION, "shard_rows": 4}
+    jobs = [replace(program(storage, tmp_path, section), node_rank=rank, nodes=2) for rank in (0, 1)]
+    infer(jobs[0])
+    assert [row["id"] for row in rows(storage)] == list(range(24))
+    assert not storage.keys("outputs/job/claims/")
+    infer(jobs[1])
+    assert [job.metrics.known["rows_done"] for job in jobs] == [24, 24]
+
+
+@pytest.mark.long
+def test_processes_at_work_together_do_each_shard_once(root: Path) -> None:
+    storage = open_storage(str(root))
+    put(storage, *[{"id": n, "prompt": f"{n} What"} for n in range(60)])
+    section = {**SECTION, "shard_rows": 3}
+    jobs = [Job("tasks.inference", root, "gang", section, rank, SLOTWISE_NODE_COUNT="2") for rank in (0, 1)]
+    processes = [job.start() for job in jobs]
+    try:
+        assert [process.wait(300) for process in processes] == [0, 0], [job.said for job in jobs]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    written = [line for job in jobs for line in job.said.splitlines() if line.endswith(" rows")]
+    assert len(written) == len(set(written)) == 20
+    assert [row["id"] for row in rows(storage, "gang")] == list(range(60))
+    assert json.loads(storage.read("outputs/gang/report.json"))["rows"] == 60
+
+
+def test_every_gpu_of_a_node_has_a_process_of_its_own_and_people_see_their_sum(root: Path) -> None:
+    storage = open_storage(str(root))
+    put(storage, *[{"id": n, "prompt": f"{n} What"} for n in range(40)])
+    section = {**SECTION, "shard_rows": 4, "max_new_tokens": 3}
+    job = Job("tasks.inference", root, "node", section, SLOTWISE_GPUS="2", SLOTWISE_GPU_TYPE="H100")
+    assert job.run() == 0, job.said
+    assert [row["id"] for row in rows(storage, "node")] == list(range(40))
+    assert len([line for line in job.said.splitlines() if line.endswith(" rows")]) == 10
+    known = job.metrics
+    assert (known["rows_done"], known["rows_failed"], known["progress"]) == (40, 0, 1.0)
+    assert known["completion_tokens"] == sum(row["completion_tokens"] for row in rows(storage, "node"))
+    assert known["gpu_seconds"] > 0
