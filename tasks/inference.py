@@ -42,7 +42,7 @@ from tasks.rows import (
     fingerprint,
     format_of,
     is_pattern,
-    matches,
+    matching,
 )
 from tasks.rows import shards as cut
 from tasks.specfile import SpecError, Strict, read_spec
@@ -256,9 +256,7 @@ def _input_files(program: Program, spec: InferenceSpec) -> tuple[InputFile, ...]
             names.append(reference)
             continue
         place = program.place("input", reference)
-        fixed = place.key[: min(place.key.index(mark) for mark in "*?[" if mark in place.key)]
-        found = matches(place.key, place.storage.keys(fixed.rpartition("/")[0] + "/" if "/" in fixed else ""))
-        if not found:
+        if not (found := matching(place.storage, place.key)):
             raise SpecError(f"{place.where}: nothing in {place.storage.root} matches")
         prefix = reference.removesuffix(place.key)
         names += [prefix + key for key in found]

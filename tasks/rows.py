@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from tasks.specfile import SpecError
+from tasks.storage import Storage
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -85,6 +86,21 @@ def matches(pattern: str, keys: Sequence[str]) -> list[str]:
         for part in parts
     )
     return [key for key in keys if re.fullmatch(regex, key)]
+
+
+def matching(storage: Storage, pattern: str) -> list[str]:
+    """The keys in storage that a glob names, in their order."""
+    fixed = pattern[: min(pattern.index(mark) for mark in "*?[" if mark in pattern)]
+    return matches(pattern, storage.keys(fixed.rpartition("/")[0] + "/" if "/" in fixed else ""))
+
+
+def count(name: str, data: bytes) -> int:
+    """How many rows a whole file of this name has."""
+    if format_of([name]) == "jsonl":
+        return sum(1 for line in data.splitlines() if line.strip())
+    import pyarrow.parquet as pq
+
+    return int(pq.read_metadata(io.BytesIO(data)).num_rows)
 
 
 def is_pattern(reference: str) -> bool:

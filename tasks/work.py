@@ -2,9 +2,9 @@
 
 Invariant: an amount is found once, when the job is taken in, from its spec and from what the spec names in
 storage, and stands beside the spec from then on; whatever cannot be told is None, never an error, and such a
-job is planned by its declaration. The cost of the choice: a file of rows is read when its job comes, up to
-`MOST_BYTES`; an input that is not there yet, is larger, is a glob or Parquet, and a model that does not ship
-with the package (for training) are left to the declaration.
+job is planned by its declaration. The cost of the choice: files of rows are read when their job comes, up to
+`MOST_BYTES`; an input that is not there yet, one that is larger, and a model that does not ship with the
+package (for training) are left to the declaration.
 """
 
 import logging
@@ -77,16 +77,16 @@ def _training(job: Job, section: dict[str, Any], storage: Storage) -> Amount | N
 
 def _batch_inference(_: Job, section: dict[str, Any], storage: Storage) -> Amount | None:
     from tasks.inference import InferenceSpec  # with all that a program needs, which the hour does not
-    from tasks.rows import format_of, is_pattern
+    from tasks.rows import count, is_pattern, matching
 
     spec = InferenceSpec.model_validate(section)
-    references = [spec.input] if isinstance(spec.input, str) else spec.input
-    if any(is_pattern(each) for each in references) or format_of(references) != "jsonl":
-        return None
-    rows = 0
-    for reference in references:
+    rows, left = 0, MOST_BYTES
+    for reference in [spec.input] if isinstance(spec.input, str) else spec.input:
         place, key = located(storage, reference)
-        rows += sum(1 for line in place.read(key, MOST_BYTES).splitlines() if line.strip())
+        for name in matching(place, key) if is_pattern(key) else [key]:
+            data = place.read(name, left)
+            left -= len(data)
+            rows += count(name, data)
     return Amount(float(rows * spec.max_new_tokens)) if rows else None
 
 

@@ -1,10 +1,13 @@
 """The work of a job: what can be told of it when it comes, and what is left to the declaration."""
 
+import io
 import json
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tasks.allocate import build_problem, read_state
@@ -36,6 +39,10 @@ def storage(tmp_path: Path) -> Storage:
     storage = open_storage(str(tmp_path / "storage"))
     storage.write("runs/llama.yaml", json.dumps(CONFIG).encode())  # JSON is YAML
     storage.write("in/rows.jsonl", b'{"prompt": "a"}\n\n{"prompt": "b"}\n{"prompt": "c"}')
+    parquet = io.BytesIO()
+    pq.write_table(pa.table({"prompt": ["a\n", "b", "c", "d"]}), parquet)
+    storage.write("in/more.parquet", parquet.getvalue())
+    storage.write("in/more.jsonl", b'{"prompt": "d"}\n')
     files = {"model.safetensors": Entry(5000, "0" * 64), "config.json": Entry(20, "0" * 64)}
     storage.write("models/m/manifest.json", manifest_bytes(files))
     return storage
@@ -52,6 +59,17 @@ KNOWN = {
             "batch_inference", batch_inference={"input": "in/rows.jsonl", "model": "m", "max_new_tokens": 50}
         ),
         Amount(150.0),
+    ),
+    "files of a glob": (
+        job("batch_inference", batch_inference={"input": ["in/*.jsonl"], "model": "m", "max_new_tokens": 50}),
+        Amount(200.0),
+    ),
+    "rows of Parquet": (
+        job(
+            "batch_inference",
+            batch_inference={"input": "in/more.parquet", "model": "m", "max_new_tokens": 50},
+        ),
+        Amount(200.0),
     ),
     "quantization": (job("quantization", quantization={"model": "models/m"}), Amount(5020.0)),
 }
