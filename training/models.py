@@ -29,6 +29,11 @@ class Shape:
     head_dim: int
     vocab: int
     tied: bool = False
+    experts: int = 0  # of each layer; 0 is one dense MLP
+    experts_per_token: int = 1
+    window: int | None = None  # keys that a query sees in a windowed layer, itself included
+    windowed_layers: int = 0
+    other_per_layer: int = 0  # parameters that nothing is multiplied by: biases, norms of queries and keys
 
     @property
     def embedding_parameters(self) -> int:
@@ -37,15 +42,33 @@ class Shape:
 
     @property
     def matmul_parameters(self) -> int:
-        """Those that a token is multiplied by: all linear layers, the output one included."""
-        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.ffn) + self.vocab * self.hidden
+        """Those a token is multiplied by: linear layers, the output one included, and experts it visits."""
+        return self._matrices(self.experts_per_token) + self.embedding_parameters
+
+    @property
+    def layer_parameters(self) -> int:
+        """All of one layer."""
+        return self._matrices(max(self.experts, 1)) // self.layers + 2 * self.hidden + self.other_per_layer
 
     @property
     def parameters(self) -> int:
         """All distinct parameters."""
-        norms = (2 * self.layers + 1) * self.hidden
-        return self.matmul_parameters + norms + (0 if self.tied else self.embedding_parameters)
+        return self.layers * self.layer_parameters + self.end_parameters
+
+    @property
+    def end_parameters(self) -> int:
+        """Those outside the layers: both embeddings and the last norm."""
+        return (1 if self.tied else 2) * self.embedding_parameters + self.hidden
+
+    @property
+    def active_parameters(self) -> int:
+        """All but the experts that a token does not visit."""
+        return self.parameters - self._matrices(max(self.experts, 1)) + self._matrices(self.experts_per_token)
+
+    def _matrices(self, experts: int) -> int:
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        router = self.hidden * self.experts
+        return self.layers * (attention + experts * 3 * self.hidden * self.ffn + router)
 
 
 BYTE_VOCAB = 264  # 256 bytes, two special tokens, rounded up to a multiple of 8
