@@ -35,6 +35,11 @@ class Gpu:
     memory_tb_per_s: float
     nvlink_gb_per_s: float | None  # one way, to all peers together; None without NVLink
     source: str
+    matmul_tflops: float | None = None  # the best plain bf16 matmul that was measured on one
+    watts: float | None = None  # the board's limit, which is what long matmuls run into
+    exponentials_t_per_s: float | None = None  # 1e12/s: multiprocessors × 16 (32 on B300) a clock × clock
+    network_gb_per_s: float = 25.0  # one way for each GPU between NVLink domains, in the maker's own systems
+    domain_gpus: int = 8  # that NVLink joins in the maker's own systems
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,11 @@ GPUS: tuple[Gpu, ...] = (
         2.0,
         300,
         "NVIDIA A100 datasheet",
+        matmul_tflops=271,
+        watts=400,
+        exponentials_t_per_s=2.4,
+        network_gb_per_s=25,
+        domain_gpus=8,
     ),
     Gpu(
         "H100 SXM",
@@ -65,6 +75,11 @@ GPUS: tuple[Gpu, ...] = (
         3.35,
         450,
         "NVIDIA H100 datasheet",
+        matmul_tflops=794.5,
+        watts=700,
+        exponentials_t_per_s=3.9,
+        network_gb_per_s=50,
+        domain_gpus=8,
     ),
     Gpu(
         "H200",
@@ -74,6 +89,11 @@ GPUS: tuple[Gpu, ...] = (
         4.8,
         450,
         "NVIDIA H200 datasheet",
+        matmul_tflops=794.5,
+        watts=700,
+        exponentials_t_per_s=3.9,
+        network_gb_per_s=50,
+        domain_gpus=8,
     ),
     Gpu(
         "B200",
@@ -83,6 +103,11 @@ GPUS: tuple[Gpu, ...] = (
         8.0,
         900,
         "NVIDIA DGX B200 datasheet",
+        matmul_tflops=1745,
+        watts=1000,
+        exponentials_t_per_s=4.4,
+        network_gb_per_s=50,
+        domain_gpus=8,
     ),
     Gpu(
         "GB200",
@@ -92,6 +117,11 @@ GPUS: tuple[Gpu, ...] = (
         8.0,
         900,
         "NVIDIA GB200 datasheet",
+        matmul_tflops=1822,
+        watts=1200,
+        exponentials_t_per_s=4.6,
+        network_gb_per_s=50,
+        domain_gpus=72,
     ),
     Gpu(
         "B300",
@@ -101,6 +131,11 @@ GPUS: tuple[Gpu, ...] = (
         8.0,
         900,
         "NVIDIA DGX B300 datasheet",
+        matmul_tflops=1769,
+        watts=1400,
+        exponentials_t_per_s=8.8,
+        network_gb_per_s=100,
+        domain_gpus=8,
     ),
     Gpu(
         "GB300",
@@ -110,6 +145,11 @@ GPUS: tuple[Gpu, ...] = (
         8.0,
         900,
         "NVIDIA GB300 datasheet",
+        matmul_tflops=None,
+        watts=1400,
+        exponentials_t_per_s=9.1,
+        network_gb_per_s=100,
+        domain_gpus=72,
     ),
     Gpu(
         "L40S",
@@ -119,6 +159,10 @@ GPUS: tuple[Gpu, ...] = (
         0.86,
         None,
         "NVIDIA L40S datasheet",
+        matmul_tflops=None,
+        watts=350,
+        network_gb_per_s=25,
+        domain_gpus=1,
     ),
     Gpu(
         "A10G",
@@ -128,6 +172,10 @@ GPUS: tuple[Gpu, ...] = (
         0.6,
         None,
         "NVIDIA A10G datasheet; not the A10's 125",
+        matmul_tflops=69.5,
+        watts=300,
+        network_gb_per_s=6,
+        domain_gpus=1,
     ),
     Gpu(
         "RTX 4090",
@@ -137,6 +185,10 @@ GPUS: tuple[Gpu, ...] = (
         1.0,
         None,
         "NVIDIA Ada white paper, fp32 accumulation",
+        matmul_tflops=164.8,
+        watts=450,
+        network_gb_per_s=6,
+        domain_gpus=1,
     ),
     Gpu(
         "MI300X",
@@ -146,6 +198,10 @@ GPUS: tuple[Gpu, ...] = (
         5.3,
         None,
         "AMD MI300X datasheet",
+        matmul_tflops=668,
+        watts=750,
+        network_gb_per_s=50,
+        domain_gpus=8,
     ),
 )
 
@@ -166,6 +222,14 @@ def published_peak(name: str, precision: str) -> Peak:
     if precision not in found.peaks:
         raise HardwareError(f"{found.name}: no peak in {precision}; expected one of {', '.join(found.peaks)}")
     return Peak(found.peaks[precision], f"{found.name} {precision} dense ({found.source})")
+
+
+def achievable_peak(name: str) -> Peak:
+    """The bf16 rate that a plain matmul reached on such a GPU. Raises HardwareError when nobody measured."""
+    found = gpu(name)
+    if found.matmul_tflops is None:
+        raise HardwareError(f"{found.name}: no measured matmul is known; measure one on the device itself")
+    return Peak(found.matmul_tflops * T, f"{found.name} best measured bf16 matmul")
 
 
 def device_peak(device: "torch.device", precision: str) -> Peak:

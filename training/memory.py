@@ -223,14 +223,18 @@ def _moments(shape: Shape, layout: Layout) -> list[Memory]:
     logits = min(tokens, layout.loss_chunk or tokens) * shape.vocab * _LOGITS_BYTES // layout.tensor
     passing = _passing(shape, layout, kept)
 
+    whole = not fully or (layout.accumulation > 1 and layout.sync_last)
+    every = 4 * own // (1 if whole else layout.shards)
+    held = every if layout.accumulation > 1 else 0  # of the passes before
+
     def gradients(done: int) -> int:
         """Bytes of gradients when the backward pass of `done` layers is over."""
         if not fully:
-            return 4 * (own if layout.accumulation > 1 else head + done * layer)
-        if layout.accumulation > 1 and layout.sync_last:
-            return 4 * own  # whole until the last micro-batch
+            return held or 4 * (head + done * layer)
+        if held and whole:
+            return held
         # The head's wait for those of the input embedding; those of the layer before are being reduced.
-        return compute * head + 4 * max(done - 1, 0) * layer // layout.shards
+        return compute * head + max(held, 4 * max(done - 1, 0) * layer // layout.shards)
 
     def backward(moment: str, done: int) -> Memory:
         in_use = 0
@@ -251,17 +255,16 @@ def _moments(shape: Shape, layout: Layout) -> list[Memory]:
     loss = replace(
         first,
         weights=weights + (0 if layout.reshard_after_forward or not fully else compute * layer * layers),
-        gradients=gradients(0) if layout.accumulation > 1 else 0,
+        gradients=held,
         activations=waiting + outside + kept * layers,
         logits=logits,
         communication=0,
         moment="the loss",
     )
-    whole = not fully or (layout.accumulation > 1 and layout.sync_last)
     step = replace(
         first,
         weights=weights,
-        gradients=4 * own // (1 if whole else layout.shards),
+        gradients=every,
         activations=0,
         communication=0,
         moment="the optimizer's step",

@@ -1,8 +1,8 @@
 """Which models there are: the shapes that ship, and Hugging Face directories.
 
-Invariant: a shape is known without torch, and the model built from it is transformers' own. What is not a
-plain dense Llama-like decoder (experts, sliding windows, biases) is refused, so that no count of FLOPs is
-ever wrong.
+Invariant: a shape is known without torch, and the model built from it is transformers' own. Experts, sliding
+windows, biases and norms of queries are counted where the architecture is in `_ARCHITECTURES`; every other is
+refused, so that no count of FLOPs is ever wrong.
 """
 
 import difflib
@@ -90,15 +90,13 @@ SHIPPED: dict[str, tuple[Shape, int, Mapping[str, Any]]] = {
     "llama-3.1-70b": (Shape(80, 8192, 28672, 64, 8, 128, 128256), 131072, LLAMA_3_ROPE),
     "llama-3.1-405b": (Shape(126, 16384, 53248, 128, 8, 128, 128256), 131072, LLAMA_3_ROPE),
 }
-# What makes a configuration more than a Shape can say, by key, and the value that is harmless.
+_ARCHITECTURES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
+# Keys that would make any of these another model than a Shape can say, and the values that are harmless.
 _BEYOND: dict[str, tuple[Any, ...]] = {
-    "sliding_window": (None,),
-    "num_local_experts": (None, 0, 1),
     "num_experts": (None, 0),
-    "attention_bias": (None, False),
-    "mlp_bias": (None, False),
+    "n_routed_experts": (None, 0),
+    "layer_types": (None,),
 }
-_ARCHITECTURES = ("llama", "mistral")
 
 
 def config_of(model: str) -> dict[str, Any]:
@@ -124,30 +122,67 @@ def config_of(model: str) -> dict[str, Any]:
 
 
 def shape_of(model: str) -> Shape:
-    """The shape of a model that `config_of` finds. Raises ModelError when it is not a plain dense decoder."""
+    """The shape of a model that `config_of` finds. Raises ModelError when a Shape cannot say what it is."""
     config = config_of(model)
     kind = config.get("model_type")
     if kind not in _ARCHITECTURES:
         raise ModelError(f"{model}: model_type {kind!r}; expected one of {', '.join(_ARCHITECTURES)}")
-    for key, harmless in _BEYOND.items():
+    for key, harmless in _beyond(config).items():
         if config.get(key) not in harmless:
             raise ModelError(
                 f"{model}: {key}: {config[key]!r} is not supported; its FLOPs would be counted wrongly"
             )
     try:
-        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-        return Shape(
-            layers=int(config["num_hidden_layers"]),
-            hidden=hidden,
-            ffn=int(config["intermediate_size"]),
-            heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
-            vocab=int(config["vocab_size"]),
-            tied=bool(config.get("tie_word_embeddings", False)),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"{model}: config.json: {error}: missing or not a number") from None
+        return _shape(kind, config)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ModelError(f"{model}: config.json: {error}: missing or not a number above 0") from None
+
+
+def _beyond(config: Mapping[str, Any]) -> Mapping[str, tuple[Any, ...]]:
+    """`_BEYOND`, with layers that all attend fully, or all in one window, as harmless."""
+    kinds = config.get("layer_types")
+    window = config.get("model_type") in ("mistral", "mixtral") and config.get("sliding_window")
+    alike = ["sliding_attention" if window else "full_attention"]
+    plain = isinstance(kinds, list) and bool(kinds) and kinds == alike * len(kinds)
+    windows = {} if config.get("model_type") != "llama" else {"sliding_window": (None,)}
+    experts = {} if config.get("model_type") == "mixtral" else {"num_local_experts": (None, 0, 1)}
+    switched = {"use_sliding_window": (None, False)}
+    return {**_BEYOND, **windows, **experts, **switched, "layer_types": (None, kinds) if plain else (None,)}
+
+
+def _shape(kind: str, config: Mapping[str, Any]) -> Shape:
+    def number(key: str, default: Any = None) -> int:
+        value = config[key] if default is None else config.get(key) or default
+        if isinstance(value, bool) or int(value) != value or value < 1:
+            raise ValueError(f"{key} is {value!r}")
+        return int(value)
+
+    layers, hidden, ffn = number("num_hidden_layers"), number("hidden_size"), number("intermediate_size")
+    heads = number("num_attention_heads")
+    kv_heads, head_dim = number("num_key_value_heads", heads), number("head_dim", hidden // heads)
+    mixture = kind == "mixtral"
+    # Mistral's layers all see the same window; Qwen's only when switched on, which is refused above.
+    window = config.get("sliding_window") if kind in ("mistral", "mixtral") else None
+    biases = 0
+    if kind == "qwen2" or config.get("attention_bias"):
+        biases += (heads + 2 * kv_heads) * head_dim + (hidden if kind != "qwen2" else 0)
+    if config.get("mlp_bias"):
+        biases += 2 * ffn + hidden
+    return Shape(
+        layers,
+        hidden,
+        ffn,
+        heads,
+        kv_heads,
+        head_dim,
+        vocab=number("vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        experts=number("num_local_experts") if mixture else 0,
+        experts_per_token=number("num_experts_per_tok") if mixture else 1,
+        window=number("sliding_window") if window else None,
+        windowed_layers=layers if window else 0,
+        other_per_layer=biases + (2 * head_dim if kind == "qwen3" else 0),
+    )
 
 
 def longest_sequence(model: str) -> int | None:

@@ -27,7 +27,7 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("sliding_window", 4096), ("num_local_experts", 8), ("attention_bias", True), ("model_type", "mixtral")],
+    [("sliding_window", 4096), ("num_local_experts", 8), ("num_experts", 8), ("model_type", "deepseek_v3")],
 )
 def test_what_a_count_would_get_wrong_is_refused(tmp_path: Path, key: str, value: Any) -> None:
     with pytest.raises(ModelError, match=key):

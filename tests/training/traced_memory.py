@@ -18,7 +18,8 @@ def model_of(shape: Shape, dtype: str = "float32") -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
+    make: Any = LlamaConfig
+    config = make(
         num_hidden_layers=shape.layers,
         hidden_size=shape.hidden,
         intermediate_size=shape.ffn,
@@ -40,8 +41,9 @@ def model_of(shape: Shape, dtype: str = "float32") -> Any:
 @contextlib.contextmanager
 def no_mask() -> Any:
     """As with real tensors: fake ones make transformers build a mask that attention then keeps."""
-    from transformers.models.llama import modeling_llama
+    from transformers.models.llama import modeling_llama as module
 
+    modeling_llama: Any = module
     made = modeling_llama.create_causal_mask
     modeling_llama.create_causal_mask = lambda *given, **named: None
     try:
@@ -54,15 +56,18 @@ def checkpoint_layers(model: Any, mode: str) -> None:
     """Recompute layers: wholly, or all but attention and every second matmul."""
     if mode == "none":
         return
-    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+    from torch.utils import checkpoint as module
 
+    checkpointing: Any = module
     for layer in model.model.layers:
         contexts = (
-            {} if mode == "full" else {"context_fn": lambda: create_selective_checkpoint_contexts(_policy())}
+            {}
+            if mode == "full"
+            else {"context_fn": lambda: checkpointing.create_selective_checkpoint_contexts(_policy())}
         )
 
         def again(*given: Any, run: Any = layer.forward, contexts: Any = contexts, **named: Any) -> Any:
-            return checkpoint(run, *given, use_reentrant=False, **contexts, **named)
+            return checkpointing.checkpoint(run, *given, use_reentrant=False, **contexts, **named)
 
         layer.forward = again
 
@@ -107,7 +112,7 @@ def peak_of_step(shape: Shape, layout: Layout) -> int:
                     tracker.reset_mod_stats()
                 with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                     loss = _loss(model, tokens)
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 del loss
                 optimizer.step()
                 optimizer.zero_grad()
@@ -120,12 +125,13 @@ def peak_of_sharded_step(shape: Shape, layout: Layout) -> int:
     import torch.distributed as dist
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=layout.gpus, store=FakeStore())
     try:
-        mesh = dist.init_device_mesh("cpu", (layout.gpus,))
+        mesh = init_device_mesh("cpu", (layout.gpus,))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
         with FakeTensorMode(), no_mask():
