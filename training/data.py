@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from training.packing import INDEX, PackedTokens
+
 if TYPE_CHECKING:
     import torch
 
@@ -58,22 +60,42 @@ def split(tokens: Tokens, held_out: float) -> tuple[Tokens, Tokens]:
     return tokens[:cut], tokens[cut:]
 
 
-class Windows:
-    """The sequences of a text, in an order drawn anew for each pass. Raises DataError if there is none."""
+def packed_directory(data: str | Sequence[str]) -> Path | None:
+    """The directory of packed tokens that `data` names, if it is one."""
+    names = [data] if isinstance(data, str) else list(data)
+    return Path(names[0]) if len(names) == 1 and Path(names[0], INDEX).is_file() else None
 
-    def __init__(self, tokens: Tokens, seq_len: int, seed: int, name: str = "data") -> None:
+
+class Windows:
+    """The sequences of a text, in an order drawn anew for each pass. Raises DataError if there is none.
+
+    `part` is the range of tokens to use, when not all.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens | PackedTokens,
+        seq_len: int,
+        seed: int,
+        name: str = "data",
+        part: tuple[int, int] | None = None,
+    ) -> None:
         self.tokens = tokens
         self.seq_len = seq_len
         self.seed = seed
-        self.count = (len(tokens) - 1) // seq_len
+        self.first, self.end = part or (0, len(tokens))
+        length = self.end - self.first
+        self.count = (length - 1) // seq_len
         self._order: tuple[int, NDArray[np.int64]] | None = None
         if self.count < 1:
-            raise DataError(f"{name}: {len(tokens)} tokens; expected at least seq_len + 1 = {seq_len + 1}")
+            raise DataError(f"{name}: {length} tokens; expected at least seq_len + 1 = {seq_len + 1}")
 
     @cached_property
     def digest(self) -> str:
         """Names the text: runs on other text are other runs."""
-        return hashlib.sha256(self.tokens.tobytes()).hexdigest()[:16]
+        if isinstance(self.tokens, PackedTokens):  # hashed when it was packed
+            return f"{self.tokens.digest}:{self.first}-{self.end}"
+        return hashlib.sha256(self.tokens[self.first : self.end].tobytes()).hexdigest()[:16]
 
     def at(self, position: int, count: int) -> "torch.Tensor":
         """The sequences from `position` on, one token longer than `seq_len`: inputs and labels overlap."""
@@ -85,19 +107,21 @@ class Windows:
 
     def _window(self, position: int) -> int:
         epoch, place = divmod(position, self.count)
-        if self._order is None or self._order[0] != epoch:
-            self._order = (
-                epoch,
-                np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.count),
-            )
-        return int(self._order[1][place])
+        order = self._order  # read once: threads that make batches ahead may be in another epoch
+        if order is None or order[0] != epoch:
+            random = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+            self._order = order = (epoch, random.permutation(self.count))
+        return int(order[1][place])
 
     def _rows(self, windows: Sequence[int]) -> "torch.Tensor":
         import torch
 
         length = self.seq_len
-        rows = [self.tokens[index * length : (index + 1) * length + 1] for index in windows]
-        return torch.from_numpy(np.stack(rows).astype(np.int64))
+        starts = [self.first + index * length for index in windows]
+        rows = np.empty((len(starts), length + 1), np.int64)
+        for row, start in zip(rows, starts, strict=True):
+            row[:] = self.tokens[start : start + length + 1]
+        return torch.from_numpy(rows)
 
 
 def describe(windows: Windows) -> dict[str, Any]:

@@ -30,11 +30,11 @@ def write_manifest(directory: Path) -> None:
 
 
 def entries_of(directory: Path) -> dict[str, Entry]:
-    """The files below the directory, by path; not the manifest itself, nor hidden ones."""
+    """The files below the directory, by path; not the manifest itself, nor hidden ones but a checkpoint's."""
     found = {}
     for path in sorted(p for p in directory.rglob("*") if p.is_file()):
         name = path.relative_to(directory).as_posix()
-        if name != MANIFEST and not path.name.startswith("."):
+        if name != MANIFEST and (not path.name.startswith(".") or path.name == ".metadata"):
             found[name] = Entry(path.stat().st_size, _sha256(path))
     return found
 

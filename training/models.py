@@ -71,6 +71,7 @@ class Shape:
         return self.layers * (attention + experts * 3 * self.hidden * self.ffn + router)
 
 
+MODULE = "module:"  # begins the name of a model that a function in a Python module makes
 BYTE_VOCAB = 264  # 256 bytes, two special tokens, rounded up to a multiple of 8
 LLAMA_3_ROPE = {
     "rope_type": "llama3",
@@ -191,18 +192,21 @@ def longest_sequence(model: str) -> int | None:
     return int(found) if found else None
 
 
-def build(model: str, seed: int) -> Any:
+def build(model: str, seed: int, layers: int | None = None) -> Any:
     """The model in fp32 on the CPU: with fresh weights from `seed` for a shipped name, else the directory's.
 
-    Raises ModelError.
+    `layers` cuts a shipped one to its first so many. Raises ModelError.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     if model not in SHIPPED:
+        if layers is not None:
+            raise ModelError(f"layers: {layers}; expected a shipped model to cut, not {model}")
         return load(model)
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**_arguments(_shipped(model))))
+    cut = {} if layers is None else {"num_hidden_layers": layers}
+    return LlamaForCausalLM(LlamaConfig(**_arguments({**_shipped(model), **cut})))
 
 
 def load(directory: str, **arguments: Any) -> Any:

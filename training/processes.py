@@ -9,7 +9,9 @@ which is its caller's work.
 import contextlib
 import os
 import signal
+import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    local_size: int = 1  # processes of the run on this node
 
 
 def world_from_environment(environment: Mapping[str, str] = os.environ) -> World:
@@ -39,6 +42,7 @@ def world_from_environment(environment: Mapping[str, str] = os.environ) -> World
         int(environment.get("RANK", 0)),
         int(environment.get("WORLD_SIZE", 1)),
         int(environment.get("LOCAL_RANK", 0)),
+        int(environment.get("LOCAL_WORLD_SIZE", 1)),
     )
 
 
@@ -56,7 +60,7 @@ def joined(world: World, device: "torch.device") -> Iterator[None]:
     ):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name need not resolve
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",  # checkpoints are agreed on over gloo
         timeout=RENDEZVOUS,
         rank=world.rank,
         world_size=world.size,
@@ -97,6 +101,43 @@ def launch(
             if child.poll() is None:
                 child.kill()
             child.wait()
+
+
+def run_quietly(command: Sequence[str], processes: int, environment: Mapping[str, str]) -> tuple[int, str]:
+    """Run copies of a command as a whole world on this machine, from any thread.
+
+    0 or the first failure's exit code, and what they wrote to stderr.
+    """
+    with tempfile.TemporaryFile("w+") as said:
+        children = []
+        try:
+            for local in range(processes):
+                own = {
+                    "RANK": str(local),
+                    "LOCAL_RANK": str(local),
+                    "WORLD_SIZE": str(processes),
+                    "LOCAL_WORLD_SIZE": str(processes),
+                }
+                children.append(
+                    subprocess.Popen(
+                        command, env={**environment, **own}, stdout=subprocess.DEVNULL, stderr=said
+                    )
+                )
+            code = _first_failure(children)
+        finally:
+            for child in children:
+                if child.poll() is None:
+                    child.kill()
+                child.wait()
+        said.seek(0)
+        return code, said.read()
+
+
+def free_port() -> int:
+    """A port that nothing listens on, for a run on this machine alone."""
+    with socket.socket() as asked:
+        asked.bind(("127.0.0.1", 0))
+        return int(asked.getsockname()[1])
 
 
 def _first_failure(children: "list[subprocess.Popen[bytes]]") -> int:

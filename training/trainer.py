@@ -1,47 +1,67 @@
-"""The training loop, on torch alone: one process, or several with DDP.
+"""The training loop, on torch alone: one process, or several with DDP, FSDP or HSDP.
 
 Invariant: the loss curve depends on the configuration and the text, not on how often the run was killed:
 weights, optimizer, random state and position in the data are restored together (bitwise the same on one
 process in fp32). A step's gradient is the mean over all its tokens, however they are spread over passes and
-processes. The cost: a checkpoint stops the loop while it is written.
+processes. Nothing of a step is lost when the micro-batch changes: that happens between steps, or the step
+is made again. The cost: the loss of each step is read back, so host and device meet once a step.
 """
 
-import contextlib
 import json
 import math
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training import models
 from training.checkpoints import (
     Checkpoints,
     LocalCheckpoints,
-    name_of,
+    Writer,
     newest,
-    read_checkpoint,
-    write_checkpoint,
+    read_random,
+    read_state,
+    read_tensors,
 )
-from training.config import ConfigError, TrainingConfig
-from training.data import Windows, describe, packed_tokens, split, text_files
-from training.evaluation import mean_loss, perplexity, summed_loss
-from training.flops import flops_per_token, mfu
-from training.hardware import Peak, device_peak, measured_peak
-from training.manifest import write_manifest
+from training.config import ConfigError, TrainingConfig, halved, levers_on
+from training.corpus import load_text, tokenizer_source, with_local_model
+from training.data import Windows, describe
+from training.evaluation import perplexity
+from training.hardware import device_peak
+from training.links import mesh_lines
+from training.occupancy import share_of_peak
+from training.output import write_curve, write_model
 from training.processes import World, joined, world_from_environment
-from training.tokenizer import byte_tokens, end_token, tokens_of_directory, write_tokenizer
+from training.record import write_resolved
+from training.watchdog import Watchdog
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
+    from training.feed import Ask, Feed
+
+__all__ = [
+    "Progress",
+    "Result",
+    "Stopped",
+    "TrainingError",
+    "load_text",
+    "train",
+    "write_curve",
+    "write_model",
+]
 CONVENTION = "matmul"
+SPIKE_WINDOW = 20  # steps whose mean loss a spike is measured against
 
 
 class TrainingError(Exception):
     """A run that cannot go on; the message says at which step and why."""
+
+
+class OutOfMemory(TrainingError):
+    """Memory ran out where the process could not make do with a smaller micro-batch by itself."""
 
 
 class Stopped(Exception):
@@ -58,10 +78,11 @@ class Progress:
 
     step: int
     position: int  # sequences consumed
-    losses: tuple[float, ...]
+    losses: tuple[float | None, ...]  # None for a step that was left out because it was no number
     seconds: float = 0.0
     tokens: int = 0
     tokens_timed: int = 0
+    left_out: int = 0  # steps in a row, up to now
 
 
 @dataclass(frozen=True)
@@ -81,59 +102,50 @@ def train(
     report: Callable[[dict[str, Any]], None] = lambda metrics: None,
     stopping: Callable[[], bool] = lambda: False,
     log: Callable[[str], None] = lambda line: None,
+    model: "nn.Module | None" = None,
 ) -> Result:
     """Train from the newest checkpoint, or from the start, to the configured step.
 
     `directory` is scratch space, and holds the checkpoints too when no other place for them is given.
     `report` hears the metrics after each step; when `stopping` says so the step is finished and saved.
-    Raises Stopped, TrainingError, and the errors of what it uses.
+    `model` is trained in place of the configured one. Raises Stopped, TrainingError, and the errors of what
+    it uses.
     """
-    import torch
+    from training.resolve import check_memory, prepare_device, resolve
 
     world = world_from_environment()
-    device = torch.device("cuda", world.local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = prepare_device(config, world, log)
+    named, config = config.model, with_local_model(config)
     train_windows, held_out = load_text(config)
-    with joined(world, device):
-        run = _Run(
-            config, directory, checkpoints or LocalCheckpoints(directory / "checkpoints"), world, device, log
-        )
-        run.build(train_windows)
-        progress = run.steps(train_windows, report, stopping)
+    with joined(world, device), Watchdog(config.hang_seconds) as watchdog:
+        config, reasons = resolve(config, world, device)
+        check_memory(config, world, device)
+        if device.type == "cuda" and world.local_size > 1 and world.local_rank == 0:
+            for line in mesh_lines():
+                log(line)
+        run = Run(config, directory, checkpoints or LocalCheckpoints(directory / "checkpoints"), world, log)
+        run.build(device, train_windows, model)
+        if world.rank == 0:
+            resolved = run.config.model_copy(update={"model": named})
+            write_resolved(directory / "resolved.yaml", resolved, reasons, world, device)
+        try:
+            progress = run.steps(train_windows, held_out, report, stopping, watchdog)
+        finally:
+            run.writer.close()
+        watchdog.beat("the end")
         return run.finish(progress, held_out)
 
 
-def load_text(config: TrainingConfig) -> tuple[Windows, Windows]:
-    """The windows to train on and those held out. Raises DataError, ModelError or ConfigError."""
-    longest = models.longest_sequence(config.model)
-    if longest is not None and config.seq_len > longest:
-        raise ConfigError(f"seq_len: {config.seq_len}; {config.model} sees at most {longest} tokens")
-    source = _tokenizer_source(config)
-    encode = byte_tokens if source is None else lambda text: tokens_of_directory(source, text)
-    tokens = packed_tokens(text_files(config.data), encode, end_token(source))
-    vocabulary = models.shape_of(config.model).vocab
-    if int(tokens.max()) >= vocabulary:
-        raise ConfigError(
-            f"model: {config.model}: its tokenizer has tokens beyond its vocabulary of {vocabulary}"
-        )
-    kept, held_out = split(tokens, config.held_out)
-    return (
-        Windows(kept, config.seq_len, config.seed, "data"),
-        Windows(held_out, config.seq_len, config.seed, f"the last {config.held_out:.0%} of data, held out"),
-    )
-
-
 def learning_rate(config: TrainingConfig, step: int) -> float:
-    """The rate of a step, counted from 0: a linear climb, then a cosine down to `min_lr` of it."""
+    """The rate of a step, counted from 0: a linear climb, then the schedule down to `min_lr` of it."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
-    left = max(config.steps - config.warmup, 1)
-    share = min((step - config.warmup) / left, 1.0)
-    return config.lr * (config.min_lr + (1 - config.min_lr) * 0.5 * (1 + math.cos(math.pi * share)))
+    share = min((step - config.warmup) / max(config.steps - config.warmup, 1), 1.0)
+    falls = {"cosine": 0.5 * (1 + math.cos(math.pi * share)), "linear": 1 - share, "constant": 1.0}
+    return config.lr * (config.min_lr + (1 - config.min_lr) * falls[config.schedule])
 
 
-class _Run:
+class Run:
     """One process's part of a run: the model, the optimizer, and where checkpoints go."""
 
     def __init__(
@@ -142,91 +154,197 @@ class _Run:
         directory: Path,
         checkpoints: Checkpoints,
         world: World,
-        device: "torch.device",
         log: Callable[[str], None],
     ) -> None:
         self.config = config
         self.directory = directory
         self.checkpoints = checkpoints
         self.world = world
-        self.device = device
         self.log = log
+        self.micro_batch = int(config.micro_batch)
         self.accumulation = config.accumulation_for(world.size)
-        self.global_batch = config.micro_batch * self.accumulation * world.size
-        self.shape = models.shape_of(config.model)
-        self.flops_per_token = flops_per_token(self.shape, config.seq_len, CONVENTION)
-        self.peak: Peak | None = None
-        self.model: Any  # transformers' model
-        self.wrapped: Any  # the model itself, or DDP around it
-        self.optimizer: torch.optim.Optimizer
+        self.global_batch = self.micro_batch * self.accumulation * world.size
+        self.own_batch = self.micro_batch * self.accumulation
         self.start = Progress(0, 0, ())
+        self.evaluated: dict[str, Any] = {}
 
-    def build(self, windows: Windows) -> None:
-        """Make the model and the optimizer, and restore the newest checkpoint if there is one."""
-        import torch
+    def build(self, device: "torch.device", windows: Windows, given: "nn.Module | None") -> None:
+        """Make the model and the optimizer, spread them, and restore the newest checkpoint, if any."""
+        from training import assembly
 
-        self.identity = {"model": asdict(self.shape), **describe(windows)}
-        self.model = models.build(self.config.model, self.config.seed).to(self.device)
-        self.model.train()
-        matrices = [p for p in self.model.parameters() if p.dim() >= 2]
-        others = [p for p in self.model.parameters() if p.dim() < 2]
-        groups = [
-            {"params": matrices, "weight_decay": self.config.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(groups, lr=self.config.lr, betas=(0.9, 0.95), fused=True)
+        self.device = device
+        self.parts = assembly.assemble(self.config, self.world, device, given)
+        self.identity = {"model": self.parts.identity, **describe(windows)}
+        per_token = self.parts.flops_per_token
+        self.flops_per_token = per_token if per_token is not None else 0.0
+        self.writer = Writer(
+            self.checkpoints,
+            self.directory,
+            self.world,
+            self.parts.exchange.sharded,
+            self.config.keep_checkpoints,
+            self.config.async_checkpoints,
+        )
         if (found := self._agreed_checkpoint()) is not None:
             self.start = self._restore(found)
             self.log(f"resumed after step {self.start.step}")
-        self.wrapped = self.model
-        if self.world.size > 1:
-            from torch.nn.parallel import DistributedDataParallel
-
-            ids = [self.device.index] if self.device.type == "cuda" else None
-            self.wrapped = DistributedDataParallel(self.model, device_ids=ids, gradient_as_bucket_view=True)
-        if self.world.rank == 0:
-            self.peak = device_peak(self.device, self.config.precision)
+        if self.world.rank == 0 and self.flops_per_token:
+            device_peak(
+                device, self.parts.peak_precision
+            )  # measured, where it must be, before the first step
 
     def steps(
-        self, windows: Windows, report: Callable[[dict[str, Any]], None], stopping: Callable[[], bool]
+        self,
+        windows: Windows,
+        held_out: Windows,
+        report: Callable[[dict[str, Any]], None],
+        stopping: Callable[[], bool],
+        watchdog: Watchdog,
     ) -> Progress:
         """Train to the last step."""
-        progress, saved = self.start, self.start.step
+        from training.adapt import Adaptation
+        from training.feed import Feed
+
+        config, progress = self.config, self.start
+        saved = self.writer.saved = progress.step
         fresh = True  # the first step of a process also warms it up: it is not timed
-        while progress.step < self.config.steps:
-            began = time.perf_counter()
-            loss, stop = self._step(windows, progress, stopping())
-            if not math.isfinite(loss):
-                raise TrainingError(
-                    f"step {progress.step + 1}: the loss is {loss}; a lower lr or a longer warmup may help"
-                )
-            tokens = self.global_batch * self.config.seq_len
-            progress = Progress(
-                progress.step + 1,
-                progress.position + self.global_batch,
-                (*progress.losses, loss),
-                progress.seconds + (0.0 if fresh else time.perf_counter() - began),
-                progress.tokens + tokens,
-                progress.tokens_timed + (0 if fresh else tokens),
-            )
-            fresh = False
-            last = progress.step == self.config.steps
-            if last or stop or progress.step % self.config.checkpoint_every == 0:
-                self._save(progress)
-                saved = progress.step
-            if self.world.rank == 0:
-                report({**self.metrics(progress), "checkpoint_step": saved})
-            if stop and not last:
-                raise Stopped(progress.step)
+        adaptation = Adaptation(self) if config.adapt is True else None
+        ahead = 0 if config.prefetch_batches == "auto" else config.prefetch_batches
+        workers = 0 if config.loader_workers == "auto" else config.loader_workers
+        with Feed(windows, self.device, ahead, workers, config.pinned is True) as feed:
+            while progress.step < config.steps:
+                watchdog.beat(f"step {progress.step + 1}")
+                began = time.perf_counter()
+                loss, stop, problem = self.step(feed, progress, stopping())
+                seconds = time.perf_counter() - began
+                progress = self.after(progress, loss, problem, 0.0 if fresh else seconds)
+                if adaptation and not fresh:
+                    adaptation.after(seconds)
+                last = progress.step == config.steps
+                if config.eval_every and progress.step % config.eval_every == 0 and not last:
+                    self.evaluated = {"eval_step": progress.step, "eval_loss": self.evaluate(held_out)}
+                if not problem and (last or stop or progress.step % config.checkpoint_every == 0):
+                    self._save(progress)
+                    if last or stop:
+                        self.writer.wait()
+                saved = self.writer.saved
+                if self.world.rank == 0:
+                    report({**self.metrics(progress), "step_seconds": seconds, "checkpoint_step": saved})
+                if stop and not last:
+                    raise Stopped(saved)
+                fresh = False
+        self.writer.wait()
         return progress
+
+    def step(self, feed: "Feed", progress: Progress, stop: bool) -> tuple[float, bool, str]:
+        """One step of the optimizer: the mean loss of its tokens, whether any process is to stop, and why the
+        step was left out, if it was: its loss or gradient is no number, or the loss is a spike."""
+        from training.communication import flat_sum
+        from training.step import clipped_norm
+
+        parts, config = self.parts, self.config
+        for group in parts.optimizer.param_groups:
+            group["lr"] = learning_rate(config, progress.step)
+        tokens = self.global_batch * config.seq_len
+        loss_sum = self._passes(feed, progress.position, tokens)
+        norm = clipped_norm(parts.learned, config.clip)
+        total, stops = flat_sum((loss_sum, float(stop)), self.device, self.world)
+        loss = total / tokens
+        problem = self._problem(progress, loss, norm)
+        if not problem:
+            parts.optimizer.step()
+            if parts.masters is not None:
+                parts.masters.publish()
+        parts.optimizer.zero_grad()
+        return loss, stops > 0, problem
+
+    def _passes(self, feed: "Feed", position: int, tokens: int) -> float:
+        """Forward and backward over this process's part of the step; its summed loss.
+
+        Alone, a process that runs out of memory halves its micro-batch and makes the step again.
+        """
+        import torch
+
+        from training.step import forward_backward
+
+        while True:
+            try:
+                asks, following = self.asks(position)
+                return forward_backward(self.parts, feed, asks, following, tokens)
+            except torch.OutOfMemoryError as error:
+                smaller = halved(self.micro_batch)
+                if self.world.size > 1 or not smaller or self.config.global_batch is None:
+                    raise OutOfMemory(
+                        f"out of memory with micro_batch {self.micro_batch}; expected a smaller one, or "
+                        "activation_checkpointing: full"
+                    ) from error
+            self.parts.optimizer.zero_grad()
+            self.change_micro_batch(smaller, "out of memory")
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def change_micro_batch(self, size: int, why: str) -> None:
+        """Another micro-batch from here on; accumulation follows, the step stays the same."""
+        self.log(f"micro_batch {self.micro_batch} -> {size}, accumulation {self.own_batch // size}: {why}")
+        self.micro_batch, self.accumulation = size, self.own_batch // size
+
+    def asks(self, position: int) -> "tuple[list[Ask], list[Ask]]":
+        """The batches of this process in the step at a position, and in the next."""
+        from training.feed import Ask
+
+        own = position + self.world.rank * self.own_batch
+        asks = [Ask(own + each * self.micro_batch, self.micro_batch) for each in range(self.accumulation)]
+        return asks, [Ask(ask.position + self.global_batch, ask.count) for ask in asks]
+
+    def _problem(self, progress: Progress, loss: float, norm: float) -> str:
+        if not math.isfinite(loss):
+            return f"the loss is {loss}; a lower lr or a longer warmup may help"
+        if not math.isfinite(norm):
+            return f"the gradient's norm is {norm}; a lower lr or a longer warmup may help"
+        recent = [known for known in progress.losses[-SPIKE_WINDOW:] if known is not None]
+        if self.config.spike is None or len(recent) < SPIKE_WINDOW // 2:
+            return ""
+        mean = sum(recent) / len(recent)
+        return f"the loss is {loss:.4f}, a spike over {mean:.4f}" if loss > mean + self.config.spike else ""
+
+    def after(self, progress: Progress, loss: float, problem: str, seconds: float) -> Progress:
+        """The progress after a step. Raises TrainingError when too many were left out in a row."""
+        step = progress.step + 1
+        left_out = progress.left_out + 1 if problem else 0
+        if left_out > self.config.bad_steps:
+            raise TrainingError(f"step {step}: {problem}")
+        if problem:
+            self.log(f"step {step} left out: {problem}")
+        tokens = self.global_batch * self.config.seq_len
+        return Progress(
+            step,
+            progress.position + self.global_batch,
+            (*progress.losses, loss if math.isfinite(loss) else None),
+            progress.seconds + seconds,
+            progress.tokens + tokens,
+            progress.tokens_timed + (tokens if seconds else 0),
+            left_out,
+        )
+
+    def evaluate(self, held_out: Windows) -> float:
+        """The mean loss of the held-out text, each process scoring its part."""
+        from training.communication import flat_sum
+        from training.step import scored
+
+        total, tokens = scored(
+            self.parts, held_out, self.config.held_out_windows, self.micro_batch, self.world
+        )
+        total, tokens = flat_sum((total, tokens), self.device, self.world)
+        return total / tokens
 
     def finish(self, progress: Progress, held_out: Windows) -> Result:
         """Score the model on the held-out text and write it as a Hugging Face directory."""
         directory = self.directory / "model"
-        loss = float("nan")
+        loss = self.evaluate(held_out)
+        weights = self.parts.whole_weights()
         if self.world.rank == 0:
-            loss = mean_loss(self.model, held_out, self.config.held_out_windows, self.config.micro_batch)
-            write_model(self.model, directory, _tokenizer_source(self.config))
+            source = tokenizer_source(self.config.model)
+            write_model(self.parts.model, directory, source, weights)
         metrics = {**self.metrics(progress), "held_out_loss": loss, "perplexity": perplexity(loss)}
         return Result(progress, loss, directory, metrics)
 
@@ -239,62 +357,25 @@ class _Run:
             "loss": progress.losses[-1] if progress.losses else None,
             "flops": self.flops_per_token * progress.tokens,
             "mfu_convention": CONVENTION,
+            "precision": self.config.precision,
             "processes": self.world.size,
+            "micro_batch": self.micro_batch,
+            "accumulation": self.accumulation,
+            "levers": json.dumps(levers_on(self.config)),
+            **self.evaluated,
         }
-        if not progress.seconds or self.peak is None:
+        if not progress.seconds:
             return found
         rate = progress.tokens_timed / progress.seconds
-        share = mfu(self.flops_per_token, rate / self.world.size, self.peak.flops_per_s)
-        if share > 1:  # no work beats the hardware: the peak was measured while something else ran
-            self.peak = measured_peak(self.device, self.config.precision, refresh=True)
-            share = mfu(self.flops_per_token, rate / self.world.size, self.peak.flops_per_s)
-        return {
-            **found,
-            "tokens_per_s": rate,
-            "mfu": share,
-            "peak_flops_per_s": self.peak.flops_per_s,
-            "peak_source": self.peak.source,
-        }
-
-    def _step(self, windows: Windows, progress: Progress, stop: bool) -> tuple[float, bool]:
-        """One step of the optimizer: the mean loss of its tokens, and whether any process is to stop."""
-        import torch
-
-        config, world = self.config, self.world
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(config, progress.step)
-        own = config.micro_batch * self.accumulation
-        rows = windows.at(progress.position + world.rank * own, own)
-        tokens = self._summed(float(rows[:, 1:].numel()))[0]
-        total = torch.zeros((), device=self.device)
-        for index, part in enumerate(torch.split(rows, config.micro_batch)):
-            last = index == self.accumulation - 1
-            with contextlib.ExitStack() as stack:
-                if world.size > 1 and not last:
-                    stack.enter_context(self.wrapped.no_sync())
-                if config.precision == "bf16":
-                    stack.enter_context(torch.autocast(self.device.type, torch.bfloat16))
-                loss = summed_loss(self.wrapped, part.to(self.device))
-                total += loss.detach()
-                torch.autograd.backward(
-                    loss * (world.size / tokens)
-                )  # DDP divides by the number of processes
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        loss_sum, stops = self._summed(float(total), float(stop))
-        return loss_sum / tokens, stops > 0
-
-    def _summed(self, *values: float) -> list[float]:
-        """The values summed over all processes."""
-        if self.world.size == 1:
-            return list(values)
-        import torch
-        import torch.distributed as dist
-
-        both = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(both)
-        return [float(value) for value in both]
+        found["tokens_per_s"] = rate
+        if not self.flops_per_token or self.world.rank:
+            return found
+        own_rate = rate / self.world.size
+        known = share_of_peak(self.flops_per_token, own_rate, self.device, self.parts.peak_precision)
+        if known is None:
+            return found
+        share, peak = known
+        return {**found, "mfu": share, "peak_flops_per_s": peak.flops_per_s, "peak_source": peak.source}
 
     def _agreed_checkpoint(self) -> Path | None:
         """The newest undamaged checkpoint, chosen by rank 0 and the same for all."""
@@ -316,7 +397,7 @@ class _Run:
     def _restore(self, directory: Path) -> Progress:
         import torch
 
-        state, tensors = read_checkpoint(directory)
+        state = read_state(directory)
         for key, value in self.identity.items():
             if state["identity"].get(key) != value:
                 raise ConfigError(
@@ -324,57 +405,32 @@ class _Run:
                     f"{state['identity'].get(key)}, this run has {value}; use another output, "
                     "or remove the checkpoints"
                 )
-        self.model.load_state_dict(tensors["model"])
-        self.optimizer.load_state_dict(tensors["optimizer"])
-        torch.set_rng_state(tensors["random"])
-        if self.device.type == "cuda" and tensors["random_cuda"] is not None:
-            torch.cuda.set_rng_state(tensors["random_cuda"], self.device)
+        tensors = self.parts.tensors()
+        read_tensors(directory, tensors, self.world)
+        self.parts.restore(tensors)
+        if (random := read_random(directory, self.world.rank)) is not None:
+            torch.set_rng_state(random["cpu"])
+            if self.device.type == "cuda" and "cuda" in random:
+                torch.cuda.set_rng_state(random["cuda"], self.device)
+        if self.config.adapt is True and self.own_batch % state["micro_batch"] == 0:
+            self.micro_batch = state["micro_batch"]
+            self.accumulation = self.own_batch // self.micro_batch
         names = ("step", "position", "losses", "seconds", "tokens", "tokens_timed")
         return replace(Progress(**{name: state[name] for name in names}), losses=tuple(state["losses"]))
 
     def _save(self, progress: Progress) -> None:
-        """Publish a checkpoint from rank 0, and drop those beyond the configured number."""
-        if self.world.rank != 0:
-            return
+        """Begin to write a checkpoint."""
         import torch
 
-        cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-        tensors = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "random": torch.get_rng_state(),
-            "random_cuda": cuda,
-        }
+        random = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(self.device)
         state = {
             **asdict(progress),
             "identity": self.identity,
             "config": self.config.model_dump(),
             "processes": self.world.size,
+            "micro_batch": self.micro_batch,
             "torch": torch.__version__,
         }
-        directory = self.directory / f".writing-{name_of(progress.step)}"
-        write_checkpoint(directory, state, tensors)
-        self.checkpoints.publish(progress.step, directory)
-        shutil.rmtree(directory, ignore_errors=True)
-        for step in sorted(self.checkpoints.steps())[: -self.config.keep_checkpoints]:
-            self.checkpoints.remove(step)
-
-
-def write_model(model: Any, directory: Path, tokenizer_source: Path | None) -> None:
-    """Write a Hugging Face directory: safetensors, configuration, tokenizer, and a manifest at the end."""
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-    model.save_pretrained(directory)
-    write_tokenizer(directory, tokenizer_source)
-    write_manifest(directory)
-
-
-def write_curve(file: Path, losses: tuple[float, ...]) -> None:
-    """The loss of each step, as JSON lines."""
-    lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, 1)]
-    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-
-
-def _tokenizer_source(config: TrainingConfig) -> Path | None:
-    """The directory whose tokenizer the model uses; None for the byte tokenizer."""
-    return None if config.model in models.SHIPPED else Path(config.model)
+        self.writer.write(progress.step, state, self.parts.tensors(), random)

@@ -4,8 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from training.checkpoints import CheckpointError, LocalCheckpoints, newest, read_checkpoint, write_checkpoint
+from training.checkpoints import (
+    CheckpointError,
+    LocalCheckpoints,
+    Writer,
+    newest,
+    read_state,
+    read_tensors,
+)
 from training.manifest import MANIFEST, ManifestError, manifest_bytes, verify, write_manifest
+from training.processes import World
 
 
 @pytest.fixture
@@ -18,11 +26,14 @@ def directory(tmp_path: Path) -> Path:
 
 
 def saved(tmp_path: Path, *steps: int) -> LocalCheckpoints:
-    """Checkpoints of these steps."""
+    """Checkpoints of these steps, of one small tensor."""
+    import torch
+
     checkpoints = LocalCheckpoints(tmp_path / "checkpoints")
+    writer = Writer(checkpoints, tmp_path / "scratch", World(), sharded=False, keep=9, background=True)
     for step in steps:
-        write_checkpoint(tmp_path / "writing", {"step": step}, {"weights": {}})
-        checkpoints.publish(step, tmp_path / "writing")
+        writer.write(step, {"step": step}, {"weights": torch.full((3,), float(step))}, {})
+    writer.wait()
     return checkpoints
 
 
@@ -64,7 +75,12 @@ def test_a_directory_without_a_complete_manifest_is_refused(
 def test_the_newest_checkpoint_is_found(tmp_path: Path) -> None:
     found = newest(saved(tmp_path, 5, 10, 9), print)
     assert found is not None
-    assert read_checkpoint(found[1])[0] == {"step": 10}
+    assert read_state(found[1]) == {"step": 10}
+    import torch
+
+    tensors = {"weights": torch.zeros(3)}
+    read_tensors(found[1], tensors, World())
+    assert tensors["weights"].tolist() == [10.0] * 3
 
 
 def test_without_checkpoints_there_is_none(tmp_path: Path) -> None:
@@ -73,11 +89,11 @@ def test_without_checkpoints_there_is_none(tmp_path: Path) -> None:
 
 def test_a_damaged_checkpoint_is_passed_over_aloud(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path, 5, 10)
-    (tmp_path / "checkpoints" / "step-10" / "state.pt").write_bytes(b"")
+    (tmp_path / "checkpoints" / "step-10" / "__0_0.distcp").write_bytes(b"")
     heard: list[str] = []
     found = newest(checkpoints, heard.append)
     assert found is not None and found[0] == 5
-    assert "step-10: state.pt has 0 bytes" in heard[0]
+    assert "step-10: __0_0.distcp has 0 bytes" in heard[0]
 
 
 def test_nothing_is_trained_over_when_every_checkpoint_is_damaged(tmp_path: Path) -> None:
@@ -92,3 +108,29 @@ def test_a_removed_checkpoint_is_gone(tmp_path: Path) -> None:
     checkpoints.remove(10)
     checkpoints.remove(10)
     assert checkpoints.steps() == [5]
+
+
+def test_what_is_trained_on_while_a_checkpoint_is_written_is_not_in_it(tmp_path: Path) -> None:
+    import torch
+
+    checkpoints = LocalCheckpoints(tmp_path / "checkpoints")
+    writer = Writer(checkpoints, tmp_path / "scratch", World(), sharded=False, keep=1, background=True)
+    weights = torch.ones(1000)
+    writer.write(1, {"step": 1}, {"weights": weights}, {})
+    weights.zero_()
+    writer.wait()
+    read = {"weights": torch.full((1000,), 7.0)}
+    read_tensors(checkpoints.fetch(1), read, World())
+    assert read["weights"].eq(1).all()
+
+
+def test_a_checkpoint_that_cannot_be_written_is_said_and_leaves_nothing(tmp_path: Path) -> None:
+    import torch
+
+    (tmp_path / "checkpoints").write_text("a file where a directory should be")
+    checkpoints = LocalCheckpoints(tmp_path / "checkpoints")
+    writer = Writer(checkpoints, tmp_path / "scratch", World(), sharded=False, keep=1, background=True)
+    writer.write(1, {"step": 1}, {"weights": torch.ones(1)}, {})
+    with pytest.raises(CheckpointError, match="checkpoint not written"):
+        writer.wait()
+    assert checkpoints.steps() == []

@@ -2,43 +2,14 @@
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.training.small_runs import SMALL, trained
 from training.config import ConfigError, TrainingConfig
-from training.trainer import Result, Stopped, TrainingError, learning_rate, load_text, train, write_curve
-
-SMALL = TrainingConfig(
-    model="llama-micro",
-    seq_len=32,
-    micro_batch=4,
-    steps=12,
-    warmup=2,
-    lr=3e-3,
-    checkpoint_every=5,
-    held_out_windows=8,
-)
-
-
-@pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def trained(directory: Path, stop_after: int | None = None, **changes: Any) -> Result:
-    """Train the small configuration, with some keys changed, in this process."""
-    seen: list[int] = []
-
-    def report(metrics: dict[str, Any]) -> None:
-        seen.append(metrics["steps"])
-
-    stopping: Callable[[], bool] = lambda: bool(seen) and seen[-1] + 1 == stop_after  # noqa: E731
-    return train(SMALL.model_copy(update=changes), directory, report=report, stopping=stopping)
+from training.trainer import Stopped, TrainingError, learning_rate, load_text, train, write_curve
 
 
 def test_training_lowers_the_loss_on_text_that_it_has_not_seen(tmp_path: Path) -> None:
@@ -90,11 +61,52 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, changes: dict[st
         trained(tmp_path, **changes)
 
 
-def test_a_loss_that_is_not_a_number_stops_the_run_before_it_is_saved(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match=r"step \d: the loss is (nan|inf)"):
+def test_steps_that_are_no_number_are_left_out_and_then_stop_the_run_unsaved(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"step 5: the (loss|gradient's norm) is (nan|inf)"):
         trained(tmp_path, lr=1e30, warmup=0, clip=1e30, checkpoint_every=1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
     for state in (tmp_path / "checkpoints").glob("*/state.json"):
         assert all(math.isfinite(loss) for loss in json.loads(state.read_text())["losses"])
+
+
+def bigrams() -> Any:
+    """A module of one's own: the next byte from this one; a configuration names it by module and function."""
+    import torch
+    from torch import nn
+
+    class Bigrams(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.next = nn.Embedding(264, 16)
+            self.out = nn.Linear(16, 264)
+
+        def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            scores = self.out(self.next(inputs)).flatten(0, 1)
+            return nn.functional.cross_entropy(scores, labels.flatten())
+
+    return Bigrams()
+
+
+def test_any_module_that_returns_a_loss_trains(tmp_path: Path) -> None:
+    named = "module:tests.training.test_trainer:bigrams"
+    asked: dict[str, Any] = {"model": named, "lr": 0.05, "steps": 20, "checkpoint_every": 8}
+    found = trained(tmp_path / "named", **asked)
+    first, last = found.progress.losses[0], found.progress.losses[-1]
+    assert first is not None and last is not None and last < first - 1.5
+    per_token = found.metrics["flops"] / found.progress.tokens
+    assert per_token == 6 * 16 * 264  # torch counts the one matmul, forward and backward
+    assert (found.directory / "model.safetensors").is_file()
+    with pytest.raises(Stopped):
+        trained(tmp_path / "cut", stop_after=10, **asked)
+    assert trained(tmp_path / "cut", **asked).progress.losses == found.progress.losses
+
+
+def test_held_out_text_is_scored_on_the_way(tmp_path: Path) -> None:
+    heard: list[dict[str, Any]] = []
+    train(SMALL.model_copy(update={"eval_every": 4, "steps": 9}), tmp_path, report=heard.append)
+    scored = [(line["steps"], line.get("eval_step")) for line in heard]
+    assert scored == [(1, None), (2, None), (3, None), *((step, 4) for step in range(4, 8)), (8, 8), (9, 8)]
+    assert heard[-1]["eval_loss"] < heard[3]["eval_loss"]
 
 
 def test_the_result_loads_in_transformers_and_trains_on(tmp_path: Path) -> None:
@@ -106,12 +118,13 @@ def test_the_result_loads_in_transformers_and_trains_on(tmp_path: Path) -> None:
     tokens = AutoTokenizer.from_pretrained(first.directory)("To be, or not to be", return_tensors="pt")
     assert loaded(**tokens).logits.shape == (1, 19, 264)
     second = trained(tmp_path / "second", model=str(first.directory), steps=1)
-    assert second.progress.losses[0] < first.progress.losses[0] - 0.5
+    before, after = first.progress.losses[0], second.progress.losses[0]
+    assert before is not None and after is not None and after < before - 0.5
 
 
 def test_bf16_trains_too(tmp_path: Path) -> None:
     result = trained(tmp_path, precision="bf16", steps=3, seq_len=16, micro_batch=1)
-    assert all(math.isfinite(loss) for loss in result.progress.losses)
+    assert all(loss is not None and math.isfinite(loss) for loss in result.progress.losses)
     assert "bf16" in result.metrics["peak_source"]
 
 
