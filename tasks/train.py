@@ -2,11 +2,14 @@
 
 Invariant: whatever ends an attempt, the next one goes on from the newest checkpoint that is whole, and the
 model appears under `<output>/model/` only when training is done. One process per GPU; on virtual GPUs one
-per node, with the threads it was given. A gang trains with DDP.
+per node, with the threads it was given. Levers that say `auto` are measured on the node before the job's
+processes start, once for all jobs alike (see tuned); a gang over several nodes takes what it finds there, or
+else the prediction.
 """
 
 import contextlib
 import difflib
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -16,6 +19,7 @@ from typing import Any
 from pydantic import field_validator
 
 from tasks.program import (
+    VIRTUAL,
     JobFailedError,
     Place,
     Program,
@@ -30,11 +34,16 @@ from tasks.program import (
 )
 from tasks.specfile import SpecError, Strict, read_spec
 from tasks.storage import NotFoundError
+from tasks.tuned import Remembered, forget, tuned
 from training.checkpoints import CheckpointError, name_of
 from training.config import TrainingConfig, checked, parse_config
-from training.manifest import MANIFEST, ManifestError
+from training.launching import gain
+from training.manifest import MANIFEST, Entry, ManifestError, manifest_bytes
 from training.models import SHIPPED
 from training.processes import launch
+from training.record import versions
+from training.trainer import OutOfMemory, Stopped, TrainingError, train, write_curve
+from training.tuner import open_levers
 
 WORKER = "SLOTWISE_WORKER"  # set in the processes that this one started, one per GPU
 
@@ -57,16 +66,35 @@ def train_job(program: Program) -> None:
     config = read_config(program)
     processes = 1 if program.virtual else program.gpus
     config.accumulation_for(processes * program.nodes)
-    if processes > 1 and WORKER not in os.environ:
+    model, config = config.model, _with_local_files(program, config)
+    started = WORKER in os.environ
+    may_measure = not started and program.nodes == 1
+    if may_measure and open_levers(config):
+        _check_gpus(program)
+    config, known, key = tuned(
+        program.storage,
+        config,
+        program.gpu_type or VIRTUAL,
+        processes * program.nodes,
+        program.output,
+        may_measure,
+        _say,
+    )
+    if processes > 1 and not started:
         _start_workers(program, processes)
         return
-    if WORKER not in os.environ:
+    if not started:
         os.environ |= {
             "RANK": str(program.node_rank),
             "WORLD_SIZE": str(program.nodes),
             "LOCAL_RANK": "0",
         }
-    _train(program, _with_local_files(program, config))
+    try:
+        _train(program, config, model, known)
+    except OutOfMemory as error:
+        if known is not None:  # the next attempt measures again
+            forget(program.storage, key)
+        raise JobFailedError(str(error)) from None
 
 
 def read_config(program: Program) -> TrainingConfig:
@@ -100,8 +128,14 @@ class StorageCheckpoints:
         except (ManifestError, NotFoundError) as error:
             raise CheckpointError(str(error)) from None
 
-    def publish(self, step: int, directory: Path) -> None:
-        publish_directory(self.storage, f"{self.prefix}/{name_of(step)}", directory)
+    def begin(self, step: int) -> None:
+        self.remove(step)
+
+    def add(self, step: int, name: str, file: Path) -> None:
+        self.storage.upload(f"{self.prefix}/{name_of(step)}/{name}", file)
+
+    def complete(self, step: int, entries: dict[str, Entry]) -> None:
+        self.storage.write(f"{self.prefix}/{name_of(step)}/{MANIFEST}", manifest_bytes(entries))
 
     def remove(self, step: int) -> None:
         prefix = f"{self.prefix}/{name_of(step)}"
@@ -110,18 +144,17 @@ class StorageCheckpoints:
             self.storage.delete(key)
 
 
-def _train(program: Program, config: TrainingConfig) -> None:
+def _train(program: Program, config: TrainingConfig, model: str, known: Remembered | None) -> None:
     if program.own_process:
-        leave_out("torchao", "scipy")
-    import torch
+        leave_out("scipy", *(() if config.precision == "fp8" else ("torchao",)))
+    _check_gpus(program)
+    surroundings = {"model": model, "seq_len": config.seq_len, **_surroundings(program, known)}
 
-    from training.trainer import Stopped, TrainingError, train, write_curve
-
-    if not program.virtual and not torch.cuda.is_available():
-        raise JobFailedError(f"this node has GPUs of type {program.gpu_type}, but torch sees none")
+    def told(metrics: dict[str, Any]) -> dict[str, Any]:
+        return {**gain(metrics, known.plain if known else None), **surroundings}
 
     def report(metrics: dict[str, Any]) -> None:
-        program.metrics.update(**metrics)
+        program.metrics.update(**told(metrics))
         if metrics["checkpoint_step"] == metrics["steps"]:
             print(
                 f"step {metrics['steps']}/{metrics['steps_total']}: loss {metrics['loss']:.4f}, saved",
@@ -136,22 +169,47 @@ def _train(program: Program, config: TrainingConfig) -> None:
                 StorageCheckpoints(program),
                 report,
                 stopping,
-                lambda line: print(line, flush=True),
+                _say,
             )
         except Stopped as stopped:
             raise Terminated(str(stopped)) from None
+        except OutOfMemory:
+            raise
         except TrainingError as error:
             raise JobFailedError(str(error)) from None
-    program.metrics.update(**result.metrics)
     if os.environ["RANK"] != "0":
-        return
+        return  # the first speaks for the gang
+    program.metrics.update(**told(result.metrics))
     curve = program.scratch / "curve.jsonl"
     write_curve(curve, result.progress.losses)
     program.storage.upload(f"{program.output}/curve.jsonl", curve)
+    program.storage.upload(f"{program.output}/resolved.yaml", program.scratch / "training/resolved.yaml")
     publish_directory(program.storage, f"{program.output}/model", result.directory)
     with contextlib.suppress(OSError):
         curve.unlink()
     program.metrics.update(outputs=[f"{program.output}/model", f"{program.output}/curve.jsonl"])
+
+
+def _check_gpus(program: Program) -> None:
+    """Rather fail than train for days on a processor."""
+    import torch
+
+    if not program.virtual and not torch.cuda.is_available():
+        raise JobFailedError(f"this node has GPUs of type {program.gpu_type}, but torch sees none")
+
+
+def _surroundings(program: Program, known: Remembered | None) -> dict[str, Any]:
+    """What the ledger knows a tuned setting by, and where this one is from."""
+    own = known is not None and known.job == program.output
+    return {
+        "gpu_type": program.gpu_type or VIRTUAL,
+        "versions": json.dumps(versions()),
+        "tuned": "no" if known is None else "measured" if own else f"as {known.job} measured",
+    }
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def _with_local_files(program: Program, config: TrainingConfig) -> TrainingConfig:
