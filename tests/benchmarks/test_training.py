@@ -1,0 +1,172 @@
+"""What the trainer gets out of this machine: levers, exchange between processes, and the tuner's choice.
+
+Every rate is of a fresh process with all of the machine's threads, the fastest of a few optimizer steps;
+shares are by the `matmul` convention, of the best square matmul measured in the same run.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from training.config import TrainingConfig, plain_of
+from training.flops import mfu
+from training.hardware import measured_peak
+from training.precision import PEAK_OF, bf16_is_fast
+from training.probe import Probe, measure, probe
+from training.processes import free_port, run_quietly
+from training.tuner import Machine, candidates, tune
+
+pytestmark = pytest.mark.benchmark
+TURNS = 2  # of all rows, of which the better counts: something else may run for a while
+MODEL = TrainingConfig(
+    model="llama-30m", seq_len=512, global_batch=4, micro_batch=4, held_out_windows=1, tune_steps=2
+)
+GRID = TrainingConfig(
+    model="llama-tiny",
+    seq_len=64,
+    global_batch=16,
+    micro_batch="auto",
+    activation_checkpointing="auto",
+    held_out_windows=1,
+)
+
+
+@pytest.fixture
+def show(capsys: pytest.CaptureFixture[str]) -> Callable[[Table], None]:
+    """Print a table, with the load that the figures were taken under."""
+
+    def shown(table: Table) -> None:
+        with capsys.disabled():
+            console = Console(width=120)
+            console.print(f"\n{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
+            console.print(table)
+
+    return shown
+
+
+@pytest.fixture(autouse=True)
+def _fresh_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak is measured in this run, not remembered."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_levers(show: Callable[[Table], None]) -> None:
+    import torch
+
+    device = torch.device("cpu")
+    fast, why = bf16_is_fast(device)
+    rows: list[tuple[str, TrainingConfig]] = [
+        ("plain: fp32, one sequence a pass", plain_of(MODEL, 1)),
+        ("numerics-preserving levers", MODEL),
+        ("the same, layers compiled", MODEL.model_copy(update={"compile": True})),
+    ]
+    if fast:
+        every = {"precision": "bf16", "compile": True}
+        rows.append(("all levers: bf16, compiled", MODEL.model_copy(update=every)))
+    table = Table("30 M parameters, 512 tokens", "tokens/s", "× plain", "MFU", "GFLOP/s", "of", "GB")
+    found: list[Probe] = []
+    peaks = {name: measured_peak(device, name, seconds=30) for name in ("fp32", "bf16")[: 1 + fast]}
+    turns = [[probe(config) for _, config in rows] for _ in range(TURNS)]
+    for place, (name, _) in enumerate(rows):
+        one = max((turn[place] for turn in turns), key=lambda each: each.tokens_per_s or 0)
+        assert one.tokens_per_s and one.flops_per_token and one.memory_bytes, one.problem
+        found.append(one)
+        peak = peaks[PEAK_OF[one.precision]].flops_per_s
+        work = one.tokens_per_s * one.flops_per_token
+        table.add_row(
+            name,
+            f"{one.tokens_per_s:.0f}",
+            f"{one.tokens_per_s / (found[0].tokens_per_s or 1):.2f}",
+            f"{mfu(one.flops_per_token, one.tokens_per_s, peak):.1%}",
+            f"{work / 1e9:.1f}",
+            f"{peak / 1e9:.1f} {PEAK_OF[one.precision]}",
+            f"{one.memory_bytes / 1e9:.2f}",
+        )
+    if not fast:
+        table.caption = f"fp32 alone: {why}"
+    show(table)
+    for one in found[1:3]:
+        assert one.losses == pytest.approx(found[0].losses, rel=0.01)
+
+
+def test_where_the_time_of_a_tuned_step_goes(show: Callable[[Table], None]) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        measure(MODEL, 1)
+    kinds = {"matmul": 0.0, "attention": 0.0, "optimizer": 0.0, "elementwise, copies and the rest": 0.0}
+    for event in profiled.key_averages():
+        if event.key in ("aten::mm", "aten::addmm", "aten::bmm"):
+            kind = "matmul"
+        elif "scaled_dot_product" in event.key:
+            kind = "attention"
+        elif "adam" in event.key.lower():
+            kind = "optimizer"
+        else:
+            kind = "elementwise, copies and the rest"
+        kinds[kind] += event.self_cpu_time_total
+    whole = sum(kinds.values())
+    table = Table("two tuned steps", "share of the processor's time")
+    for kind, spent in kinds.items():
+        table.add_row(kind, f"{spent / whole:.1%}")
+    show(table)
+
+
+def test_two_processes(show: Callable[[Table], None], tmp_path: Path) -> None:
+    from tests.benchmarks.exchange import LAYOUTS as TIMED
+    from tests.training.pair import LAYOUTS as COUNTED
+
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    answers: dict[str, Any] = {}
+    for module in ("tests.training.pair", "tests.benchmarks.exchange"):
+        file = tmp_path / "answer.json"
+        own = {**environment, "MASTER_PORT": str(free_port())}
+        code, said = run_quietly([sys.executable, "-m", module, str(file)], 2, own)
+        assert code == 0, said
+        answers |= json.loads(file.read_text())
+    counts = Table("collectives of a step of 4 passes", "all-reduce", "reduce-scatter", "all-gather")
+    for name in COUNTED:
+        made = answers[name]["collectives"]
+        counts.add_row(name, *(str(made[kind]) for kind in ("all_reduce", "reduce_scatter", "all_gather")))
+    show(counts)
+    times = Table("exposed communication of a step, 4 passes", "step ms", "exposed ms", "less than plain")
+    plain = None
+    for name in TIMED:
+        took = answers[name]
+        exposed = took["with"] - took["without"]
+        plain = exposed if plain is None else plain
+        times.add_row(name, f"{took['with'] * 1e3:.1f}", f"{exposed * 1e3:.1f}", f"{1 - exposed / plain:.0%}")
+    show(times)
+
+
+def test_the_tuner_against_the_whole_grid(show: Callable[[Table], None]) -> None:
+    import torch
+
+    machine = Machine.of(torch.device("cpu"))
+    settings = [each.setting for each in candidates(GRID, 1, machine)]
+    rates = {
+        json.dumps(setting): measure(GRID.model_copy(update=setting), 2).tokens_per_s or 0.0
+        for setting in settings
+    }
+    names = list(settings[0])
+
+    def known(config: TrainingConfig) -> Probe:
+        return Probe(rates[json.dumps({name: getattr(config, name) for name in names})])
+
+    best = max(rates, key=lambda setting: rates[setting])
+    probes = -(-len(settings) // 10)
+    tuned = tune(GRID, 1, machine, known, probes=probes)
+    chosen = json.dumps(tuned.chosen)
+    table = Table(f"{len(settings)} settings", "setting", "tokens/s", "of the best")
+    for name, setting in (("best of all", best), (f"tuner, {probes} probes", chosen)):
+        table.add_row(name, setting, f"{rates[setting]:.0f}", f"{rates[setting] / rates[best]:.1%}")
+    worst = min(rates, key=lambda setting: rates[setting])
+    table.add_row("worst", worst, f"{rates[worst]:.0f}", f"{rates[worst] / rates[best]:.1%}")
+    show(table)
