@@ -279,8 +279,8 @@ class CellModel:
             mask = sum(1 << gpu for gpu in service.current)
             whole = [r for r in layout.replicas(mask, unit) if not r & relaxation.out[0]]
             self._follow(service, 0, self._constant(sum(whole)), self._gpus_held(name, replicas[0], 0, unit))
-        elif service.current is not None and first == 0:
-            model.add(unit * self._held(name, 0, replicas[0]) <= int(service.current) + service.ramp_at(0))  # type: ignore[arg-type]
+        elif isinstance(service.current, int) and first == 0:
+            model.add(unit * self._held(name, 0, replicas[0]) <= service.current + service.ramp_at(0))
         for slot in range(max(first, 1), min(last + 1, layout.horizon)):
             out = relaxation.out[slot]
             if slot - 1 in replicas:

@@ -66,12 +66,15 @@ def _training(job: Job, section: dict[str, Any], storage: Storage) -> Amount | N
         training = parse_config(place.read(key, MOST_BYTES).decode(), config)
     else:
         training = checked(TrainingConfig, config, "config")
-    if training.model not in SHIPPED:
+    if training.model not in SHIPPED or training.precision == "auto":
         return None
-    sequences = training.micro_batch * training.accumulation_for(job.gpus) * job.gpus
+    sequences = training.global_batch  # given wherever micro_batch is auto
+    if sequences is None:
+        sequences = int(training.micro_batch) * training.accumulation_for(job.gpus) * job.gpus
     tokens = sequences * training.seq_len * training.steps
     return Amount(
-        float(flops_per_token(shape_of(training.model), training.seq_len)) * tokens, training.precision
+        float(flops_per_token(shape_of(training.model), training.seq_len)) * tokens,
+        training.precision.removesuffix("_master"),
     )
 
 
