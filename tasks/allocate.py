@@ -16,13 +16,13 @@ from allocator.explain import with_reasons
 from tasks import ledger
 from tasks.cluster import Node, Service, Site
 from tasks.collect import ledger_directory
-from tasks.durations import Work, estimates
+from tasks.durations import JobProfile, estimates
 from tasks.forecast import Forecast, gpu_demand_quantiles
 from tasks.hour import Degradation, Hour
 from tasks.serving import Held, target
 from tasks.work import work_on
 
-# Facts that make a plan out of date: what was asked, what ended, which node came or went.
+# Facts that make a plan out of date: what was profile, what ended, which node came or went.
 CONSIDERED = "SELECT count(*) AS count FROM facts WHERE kind IN ('spec', 'cancel', 'outcome', 'node')"
 # What services had by the commitments of a time.
 SERVED = (
@@ -116,28 +116,10 @@ def _baselines(problem: Problem, problems: list[Degradation]) -> dict[str, Plan]
 class Durations(Protocol):
     """Who says how long jobs take: `tasks.durations.Estimates`, or in a replay one who knows."""
 
-    def estimate_s(
-        self,
-        job: str,
-        kind: str,
-        gpus: int,
-        declared_s: float,
-        level: float = 0.5,
-        tenant: str | None = None,
-        work: Work | None = None,
-    ) -> float:
+    def estimate_s(self, profile: JobProfile, level: float = 0.5) -> float:
         """Seconds that a run takes."""
 
-    def remaining_s(
-        self,
-        job: str,
-        kind: str,
-        gpus: int,
-        declared_s: float,
-        elapsed_s: float,
-        tenant: str | None = None,
-        work: Work | None = None,
-    ) -> float:
+    def remaining_s(self, profile: JobProfile, elapsed_s: float) -> float:
         """Seconds left to one that has lasted `elapsed_s`."""
 
 
@@ -264,9 +246,7 @@ def _fixed(
         begins = hour.begin if retry else row["started_at"] or max(row["start_at"], hour.begin)
         elapsed = max((hour.begin - begins).total_seconds(), 0.0)
         types = {node.gpu for node in site.cluster.nodes if any(node.name == name for name, _ in places)}
-        left = state.estimates.remaining_s(
-            row["job"], row["kind"], len(places), row["duration_s"], elapsed, **_known(row, types)
-        )
+        left = state.estimates.remaining_s(_profile(row, len(places), types), elapsed)
         ends = row["end_at"] if retry else max(begins, hour.begin) + timedelta(seconds=left)
         gpus = tuple(sorted(numbers[place] for place in places))
         fixed.append(Fixed(row["job"], row["kind"], gpus, begins, ends, row["value"], row["priority"], retry))
@@ -299,10 +279,10 @@ def _windows(
     return windows
 
 
-def _known(row: dict[str, Any], gpu_types: Iterable[str]) -> dict[str, Any]:
-    """What an estimate may use of a job besides its declaration; a replayed job may have none of it."""
+def _profile(row: dict[str, Any], gpus: int, gpu_types: Iterable[str]) -> JobProfile:
+    """What an estimate may use of a job's row; a replayed job has neither tenant nor work."""
     work = work_on(row.get("work"), row.get("precision"), gpu_types)
-    return {"tenant": row.get("tenant"), "work": work}
+    return JobProfile(row["job"], row["kind"], gpus, row["duration_s"], row.get("tenant"), work)
 
 
 def _slots(site: Site, seconds: float) -> int:
@@ -311,13 +291,9 @@ def _slots(site: Site, seconds: float) -> int:
 
 def _queued(site: Site, hour: Hour, state: State, row: dict[str, Any]) -> allocator.Job:
     types = row["gpu_types"] or {node.gpu for node in site.cluster.nodes}
+    profile = _profile(row, row["gpus"], types)
     usual, long = (
-        _slots(
-            site,
-            state.estimates.estimate_s(
-                row["job"], row["kind"], row["gpus"], row["duration_s"], level, **_known(row, types)
-            ),
-        )
+        _slots(site, state.estimates.estimate_s(profile, level))
         for level in (OCCUPANCY_LEVEL, DEADLINE_LEVEL)
     )
     deadline = row["deadline_at"]

@@ -48,6 +48,18 @@ class Work:
 
 
 @dataclass(frozen=True)
+class JobProfile:
+    """What is known of a job before it ends."""
+
+    job: str
+    kind: str
+    gpus: int
+    declared_s: float
+    tenant: str | None = None
+    work: Work | None = None
+
+
+@dataclass(frozen=True)
 class Estimates:
     """Ratios and speeds by group; a job uses the narrowest group that has runs."""
 
@@ -56,38 +68,21 @@ class Estimates:
         default_factory=dict
     )  # per GPU, shares of the peak if it is known
 
-    def ratio(self, job: str, kind: str, gpus: int, tenant: str | None = None, by: str = "declared") -> Ratio:
+    def ratio(self, profile: JobProfile, by: str = "declared") -> Ratio:
         """What is known of jobs like this one; the declaration, with a wide spread, when nothing is."""
-        found = (self.ratios.get(group) for group in reversed(_groups(job, kind, gpus, tenant, by)))
+        groups = _groups(profile.job, profile.kind, profile.gpus, profile.tenant, by)
+        found = (self.ratios.get(group) for group in reversed(groups))
         return next((ratio for ratio in found if ratio is not None), Ratio(0.0, FIRST_SPREAD, 0))
 
-    def estimate_s(
-        self,
-        job: str,
-        kind: str,
-        gpus: int,
-        declared_s: float,
-        level: float = 0.5,
-        tenant: str | None = None,
-        work: Work | None = None,
-    ) -> float:
+    def estimate_s(self, profile: JobProfile, level: float = 0.5) -> float:
         """Seconds that a run takes, at a level: .5, the median, for occupancy; .9 for deadlines."""
-        expected_s, ratio = self._expected(job, kind, gpus, declared_s, tenant, work)
+        expected_s, ratio = self._expected(profile)
         log_seconds = ratio.log_mean + ratio.log_spread * float(ndtri(level))
         return max(LEAST_SECONDS, expected_s * math.exp(log_seconds))
 
-    def remaining_s(
-        self,
-        job: str,
-        kind: str,
-        gpus: int,
-        declared_s: float,
-        elapsed_s: float,
-        tenant: str | None = None,
-        work: Work | None = None,
-    ) -> float:
+    def remaining_s(self, profile: JobProfile, elapsed_s: float) -> float:
         """Expected seconds left to a run that has lasted `elapsed_s` so far, past its estimate or not."""
-        expected_s, ratio = self._expected(job, kind, gpus, declared_s, tenant, work)
+        expected_s, ratio = self._expected(profile)
         mean, spread = ratio.log_mean + math.log(expected_s), ratio.log_spread
         if elapsed_s <= 0:
             return max(LEAST_SECONDS, math.exp(mean + spread**2 / 2))
@@ -97,14 +92,12 @@ class Estimates:
         log_expected = mean + spread**2 / 2 + float(log_ndtr(spread - distance)) - float(log_ndtr(-distance))
         return max(LEAST_SECONDS, math.exp(min(log_expected, 700.0)) - elapsed_s)
 
-    def _expected(
-        self, job: str, kind: str, gpus: int, declared_s: float, tenant: str | None, work: Work | None
-    ) -> tuple[float, Ratio]:
+    def _expected(self, profile: JobProfile) -> tuple[float, Ratio]:
         """Seconds by the work, or as declared, and how far from it jobs like this one end."""
-        by_work = _work_seconds(self.log_speeds, kind, gpus, tenant, work)
+        by_work = _work_seconds(self.log_speeds, profile.kind, profile.gpus, profile.tenant, profile.work)
         if by_work is not None:
-            return by_work, self.ratio(job, kind, gpus, tenant, "work")
-        return declared_s, self.ratio(job, kind, gpus, tenant)
+            return by_work, self.ratio(profile, "work")
+        return profile.declared_s, self.ratio(profile)
 
 
 def estimates(past: Iterable[Row], running: Iterable[Row] = ()) -> Estimates:

@@ -13,14 +13,14 @@ greedy what the forecast is, and from slotwise to the oracle what nobody can kno
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tasks.cluster import Service
-from tasks.durations import LEAST_SECONDS, Estimates, Work
+from tasks.durations import LEAST_SECONDS, Estimates, JobProfile
 from tasks.forecast import LEVELS, STATED_LEVELS, STATED_MULTIPLIERS
 from tasks.trace import TraceJob
 
@@ -122,34 +122,16 @@ class LearnedDurations:
     jobs: Mapping[str, TraceJob]
     longest_s: float
 
-    def estimate_s(
-        self,
-        job: str,
-        kind: str,
-        gpus: int,
-        declared_s: float,
-        level: float = 0.5,
-        tenant: str | None = None,
-        work: Work | None = None,
-    ) -> float:
+    def estimate_s(self, profile: JobProfile, level: float = 0.5) -> float:
         """Seconds that a run takes."""
-        if self.jobs[job].declared_s is not None:
-            return self.past.estimate_s(job, kind, gpus, declared_s, level)
-        return self.remaining_s(job, kind, gpus, declared_s, 0.0)
+        if self.jobs[profile.job].declared_s is not None:
+            return self.past.estimate_s(replace(profile, tenant=None), level)
+        return self.remaining_s(profile, 0.0)
 
-    def remaining_s(
-        self,
-        job: str,
-        kind: str,
-        gpus: int,
-        declared_s: float,
-        elapsed_s: float,
-        tenant: str | None = None,
-        work: Work | None = None,
-    ) -> float:
+    def remaining_s(self, profile: JobProfile, elapsed_s: float) -> float:
         """Seconds left."""
-        expected_s = self.past.remaining_s(job, kind, gpus, declared_s, elapsed_s)
-        if self.jobs[job].declared_s is not None:
+        expected_s = self.past.remaining_s(replace(profile, tenant=None), elapsed_s)
+        if self.jobs[profile.job].declared_s is not None:
             return expected_s
         return min(expected_s, max(self.longest_s - elapsed_s, LEAST_SECONDS))
 
@@ -160,28 +142,10 @@ class TrueDurations:
 
     jobs: Mapping[str, TraceJob]
 
-    def estimate_s(
-        self,
-        job: str,
-        kind: str,
-        gpus: int,
-        declared_s: float,
-        level: float = 0.5,
-        tenant: str | None = None,
-        work: Work | None = None,
-    ) -> float:
+    def estimate_s(self, profile: JobProfile, level: float = 0.5) -> float:
         """Seconds that the job takes, whatever was declared."""
-        return max(self.jobs[job].duration_s, LEAST_SECONDS)
+        return max(self.jobs[profile.job].duration_s, LEAST_SECONDS)
 
-    def remaining_s(
-        self,
-        job: str,
-        kind: str,
-        gpus: int,
-        declared_s: float,
-        elapsed_s: float,
-        tenant: str | None = None,
-        work: Work | None = None,
-    ) -> float:
+    def remaining_s(self, profile: JobProfile, elapsed_s: float) -> float:
         """Seconds left."""
-        return max(self.jobs[job].duration_s - elapsed_s, LEAST_SECONDS)
+        return max(self.jobs[profile.job].duration_s - elapsed_s, LEAST_SECONDS)

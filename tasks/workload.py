@@ -17,7 +17,7 @@ from typing import Any
 from tasks.account import Account
 from tasks.allocate import Durations
 from tasks.cluster import Site
-from tasks.durations import LEAST_SECONDS, estimates
+from tasks.durations import LEAST_SECONDS, JobProfile, estimates
 from tasks.instants import text
 from tasks.jobs import width_misfit
 from tasks.journal import Journal
@@ -123,7 +123,8 @@ class Workload:
 
     def _appraise(self, row: Row) -> None:
         """What a plan sees in a job: its priority × the GPU-hours declared or, if nobody did, expected."""
-        expected_s = self.durations.estimate_s(row["job"], row["kind"], row["gpus"], row["duration_s"])
+        profile = JobProfile(row["job"], row["kind"], row["gpus"], row["duration_s"])
+        expected_s = self.durations.estimate_s(profile)
         row["expected_s"] = expected_s
         seconds = row["duration_s"]
         if self.policy.knows:

@@ -15,8 +15,8 @@ from tasks.hour import scheduled_hour
 from tasks.instants import text
 from tasks.record import record
 from tests.conftest import make_site
-from tests.tasks.planned_hours import Runs, answer, ask, begin, end, plan_hour, submit
-from tests.tasks.test_planned_hours import CHAT, HOUR, MINUTE
+from tests.tasks.planned_hours import CHAT, Runs, answer, ask, begin, end, plan_hour, submit
+from tests.tasks.test_planned_hours import HOUR, MINUTE
 
 
 def planned(site: Site) -> Planned:

@@ -24,6 +24,15 @@ from tasks.replan import reasons_to_replan
 from tasks.storage import exists
 from tasks.upkeep import upkeep
 
+# A real-time service whose samples are GPUs.
+CHAT: dict[str, Any] = {
+    "name": "chat",
+    "demand": {"file": "demand.csv", "unit": "gpus"},
+    "expected_gpus": 1,
+    "ramp_per_hour": 24,
+    "priority": 8,
+}
+
 
 @dataclass
 class Runs:

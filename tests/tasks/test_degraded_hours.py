@@ -12,21 +12,26 @@ from tasks.serving import target
 from tasks.tournament import BUILT_IN, OURS
 from tests.conftest import make_site
 from tests.tasks.local_server import Asked, Reply, local_server
-from tests.tasks.planned_hours import Done, Runs, answer, ask, plan_hour, submit
+from tests.tasks.planned_hours import CHAT, Done, Runs, answer, ask, plan_hour, submit
 
 HOUR = datetime(2026, 12, 1, 6, tzinfo=UTC)
-CHAT: dict[str, Any] = {
-    "name": "chat",
-    "demand": {"file": "demand.csv", "unit": "gpus"},
-    "expected_gpus": 1,
-    "ramp_per_hour": 24,
-    "priority": 8,
-}
 
 
 def told(done: Done) -> list[tuple[str, str]]:
     """Step and subject of each thing that had to give."""
     return [(problem.step, problem.subject) for problem in done.problems]
+
+
+def a_mode_fails(monkeypatch: pytest.MonkeyPatch, failing: str, error: Exception) -> None:
+    """Let the allocator raise this in one mode."""
+    solve = allocator.solve
+
+    def solves(problem: allocator.Problem, mode: Any = "fast", **options: Any) -> allocator.Plan:
+        if mode == failing:
+            raise error
+        return solve(problem, mode, **options)
+
+    monkeypatch.setattr(allocator, "solve", solves)
 
 
 def test_a_failing_demand_source_degrades_its_step_and_the_hour_goes_on(tmp_path: Path) -> None:
@@ -72,14 +77,8 @@ def test_a_forecaster_that_fails_leaves_its_last_forecast_and_the_hour_goes_on(
 def test_a_baseline_that_fails_is_told_and_the_hour_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    site, runs, solve = make_site(tmp_path, full_mode_seconds=0), Runs(), allocator.solve
-
-    def fails(problem: allocator.Problem, mode: Any = "fast", **options: Any) -> allocator.Plan:
-        if mode == "fifo":
-            raise ValueError("a fault")
-        return solve(problem, mode, **options)
-
-    monkeypatch.setattr(allocator, "solve", fails)
+    site, runs = make_site(tmp_path, full_mode_seconds=0), Runs()
+    a_mode_fails(monkeypatch, "fifo", ValueError("a fault"))
     answer(site, HOUR)
     submit(site, "a")
     done = plan_hour(site, HOUR, runs)
@@ -94,14 +93,8 @@ def test_a_baseline_that_fails_is_told_and_the_hour_goes_on(
 def test_full_mode_that_fails_leaves_the_fast_plan_and_the_hour_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    site, runs, solve = make_site(tmp_path, full_mode_seconds=1), Runs(), allocator.solve
-
-    def fails(problem: allocator.Problem, mode: Any = "fast", **options: Any) -> allocator.Plan:
-        if mode == "full":
-            raise RuntimeError("the solver is not there")
-        return solve(problem, mode, **options)
-
-    monkeypatch.setattr(allocator, "solve", fails)
+    site, runs = make_site(tmp_path, full_mode_seconds=1), Runs()
+    a_mode_fails(monkeypatch, "full", RuntimeError("the solver is not there"))
     answer(site, HOUR)
     submit(site, "a")
     done = plan_hour(site, HOUR, runs)

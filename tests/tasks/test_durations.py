@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.durations import Work, estimates
+from tasks.durations import JobProfile, Work, estimates
 
 HOUR = 3600.0
+EIGHT = JobProfile("x", "training", 8, HOUR)  # a job that no past run is an occurrence of
 
 
 def run(
@@ -19,12 +20,14 @@ def run(
 
 
 def test_without_a_past_the_declaration_is_believed() -> None:
-    assert estimates([]).estimate_s("a", "training", 8, HOUR) == pytest.approx(HOUR)
+    assert estimates([]).estimate_s(JobProfile("a", "training", 8, HOUR)) == pytest.approx(HOUR)
 
 
 def test_a_few_runs_move_the_estimate_a_little_and_many_move_it_all_the_way() -> None:
-    few = estimates([run(f"j{i}", 0.5) for i in range(3)]).estimate_s("new", "training", 8, HOUR)
-    many = estimates([run(f"j{i}", 0.5) for i in range(300)]).estimate_s("new", "training", 8, HOUR)
+    few = estimates([run(f"j{i}", 0.5) for i in range(3)]).estimate_s(JobProfile("new", "training", 8, HOUR))
+    many = estimates([run(f"j{i}", 0.5) for i in range(300)]).estimate_s(
+        JobProfile("new", "training", 8, HOUR)
+    )
     assert 0.75 * HOUR < few < 0.95 * HOUR
     assert 0.49 * HOUR < many < 0.53 * HOUR
 
@@ -32,8 +35,8 @@ def test_a_few_runs_move_the_estimate_a_little_and_many_move_it_all_the_way() ->
 def test_occurrences_of_one_job_teach_quickly() -> None:
     past = [run(f"nightly@2026-11-{day:02}", 0.5) for day in range(1, 10)]
     learned = estimates(past)
-    occurrence = learned.estimate_s("nightly@2026-11-10", "training", 8, HOUR)
-    other = learned.estimate_s("weekly@2026-11-10", "training", 8, HOUR)
+    occurrence = learned.estimate_s(JobProfile("nightly@2026-11-10", "training", 8, HOUR))
+    other = learned.estimate_s(JobProfile("weekly@2026-11-10", "training", 8, HOUR))
     assert occurrence < 0.62 * HOUR < other
 
 
@@ -42,16 +45,16 @@ def test_each_kind_and_size_has_its_own_ratio() -> None:
         run(f"q{i}", 2.0, "quantization", 1) for i in range(100)
     ]
     learned = estimates(past)
-    assert learned.estimate_s("x", "training", 8, HOUR) < 0.7 * HOUR
-    assert learned.estimate_s("x", "quantization", 1, HOUR) > 1.5 * HOUR
+    assert learned.estimate_s(EIGHT) < 0.7 * HOUR
+    assert learned.estimate_s(JobProfile("x", "quantization", 1, HOUR)) > 1.5 * HOUR
     # A size never seen uses its kind, a kind never seen all jobs together.
-    assert learned.estimate_s("x", "training", 64, HOUR) < 0.8 * HOUR
-    assert learned.estimate_s("x", "batch_inference", 1, HOUR) == pytest.approx(HOUR, rel=0.1)
+    assert learned.estimate_s(JobProfile("x", "training", 64, HOUR)) < 0.8 * HOUR
+    assert learned.estimate_s(JobProfile("x", "batch_inference", 1, HOUR)) == pytest.approx(HOUR, rel=0.1)
 
 
 def test_a_higher_level_is_longer() -> None:
     learned = estimates([run(f"j{i}", 0.5 + i % 3) for i in range(60)])
-    levels = [learned.estimate_s("x", "training", 8, HOUR, level) for level in (0.1, 0.5, 0.9)]
+    levels = [learned.estimate_s(EIGHT, level) for level in (0.1, 0.5, 0.9)]
     assert levels == sorted(levels)
     assert levels[2] > 1.3 * levels[1]
 
@@ -82,15 +85,15 @@ def test_an_absurd_run_counts_no_more_than_a_thousandfold() -> None:
 @pytest.mark.parametrize("declared", [1.0, HOUR, 365 * 24 * HOUR])
 def test_something_finite_is_always_left(elapsed: float, ratio: float | None, declared: float) -> None:
     past = [] if ratio is None else [run("a", ratio)] * 500
-    left = estimates(past).remaining_s("a", "training", 8, declared, elapsed)
+    left = estimates(past).remaining_s(JobProfile("a", "training", 8, declared), elapsed)
     assert 0 < left < math.inf
 
 
 def test_what_is_left_shrinks_towards_the_estimate_and_grows_once_it_is_overrun() -> None:
     learned = estimates([run(f"j{i}", 0.7 + 0.006 * i) for i in range(100)])
-    left = [learned.remaining_s("x", "training", 8, HOUR, part * HOUR) for part in (0.0, 0.5, 0.9)]
+    left = [learned.remaining_s(EIGHT, part * HOUR) for part in (0.0, 0.5, 0.9)]
     assert left == sorted(left, reverse=True)
-    late = [learned.remaining_s("x", "training", 8, HOUR, part * HOUR) for part in (2, 4, 8, 16)]
+    late = [learned.remaining_s(EIGHT, part * HOUR) for part in (2, 4, 8, 16)]
     assert late == sorted(late)
 
 
@@ -101,7 +104,9 @@ def test_what_is_left_is_the_mean_of_the_runs_that_lasted_as_long() -> None:
     for part in (0.3, 1.0, 2.0):
         survived = ratios[ratios > part]
         expected = (survived.mean() - part) * HOUR
-        assert learned.remaining_s("j", "training", 8, HOUR, part * HOUR) == pytest.approx(expected, rel=0.05)
+        assert learned.remaining_s(JobProfile("j", "training", 8, HOUR), part * HOUR) == pytest.approx(
+            expected, rel=0.05
+        )
 
 
 def test_each_tenants_declarations_are_believed_as_far_as_its_own_runs_bear_them_out() -> None:
@@ -109,7 +114,7 @@ def test_each_tenants_declarations_are_believed_as_far_as_its_own_runs_bear_them
     past += [run(f"b{i}", 2.0) | {"tenant": "slow"} for i in range(100)]
     learned = estimates(past)
     seconds = {
-        tenant: learned.estimate_s("x", "training", 8, HOUR, tenant=tenant)
+        tenant: learned.estimate_s(JobProfile("x", "training", 8, HOUR, tenant=tenant))
         for tenant in ("hasty", "slow", "new")
     }
     assert seconds["hasty"] < 0.5 * HOUR
@@ -122,11 +127,11 @@ def test_a_job_that_runs_longer_than_any_before_teaches_that_its_like_do() -> No
     lasting = [run(f"r{i}", 3.0) for i in range(10)]  # three times the declaration, and still at it
     just_begun = [run(f"r{i}", 0.01) for i in range(10)]
     alone, taught, begun = (
-        estimates(past, running).estimate_s("x", "training", 8, HOUR) for running in ([], lasting, just_begun)
+        estimates(past, running).estimate_s(EIGHT) for running in ([], lasting, just_begun)
     )
     assert taught > 1.3 * alone
     assert begun == pytest.approx(alone, rel=0.1)
-    ended = estimates(past + lasting).estimate_s("x", "training", 8, HOUR)
+    ended = estimates(past + lasting).estimate_s(EIGHT)
     assert taught > ended  # they will take longer still
 
 
@@ -138,8 +143,8 @@ def test_running_jobs_correct_what_only_looking_at_ended_ones_gets_wrong() -> No
     ended = [run(f"e{i}", float(ratio)) for i, ratio in enumerate(ratios) if ratio <= now]
     lasting = [run(f"r{i}", now) for i, ratio in enumerate(ratios) if ratio > now]
     truth = math.exp(0.5) * HOUR
-    blind = estimates(ended).estimate_s("x", "training", 8, HOUR)
-    seeing = estimates(ended, lasting).estimate_s("x", "training", 8, HOUR)
+    blind = estimates(ended).estimate_s(EIGHT)
+    seeing = estimates(ended, lasting).estimate_s(EIGHT)
     assert abs(seeing - truth) < 0.25 * abs(blind - truth)
 
 
@@ -151,11 +156,13 @@ def test_training_takes_its_flops_at_the_recorded_mfu_of_the_peak() -> None:
         for i in range(200)
     ]
     learned = estimates(past)
-    assert learned.estimate_s("x", "training", 8, 9 * HOUR, work=work) == pytest.approx(1.1 * HOUR, rel=0.05)
+    assert learned.estimate_s(JobProfile("x", "training", 8, 9 * HOUR, work=work)) == pytest.approx(
+        1.1 * HOUR, rel=0.05
+    )
     # Twice the GPUs, half the time; a GPU with half the peak, twice the time. The declaration says nothing.
-    wide = learned.estimate_s("x", "training", 16, 9 * HOUR, work=work)
+    wide = learned.estimate_s(JobProfile("x", "training", 16, 9 * HOUR, work=work))
     assert wide == pytest.approx(0.55 * HOUR, rel=0.1)
-    slow = learned.estimate_s("x", "training", 8, 9 * HOUR, work=Work(work.amount, peak / 2))
+    slow = learned.estimate_s(JobProfile("x", "training", 8, 9 * HOUR, work=Work(work.amount, peak / 2)))
     assert slow == pytest.approx(2.2 * HOUR, rel=0.05)
 
 
@@ -165,11 +172,11 @@ def test_batch_inference_takes_its_tokens_at_the_recorded_speed_and_corrects_the
         run(f"b{i}", 0.5, "batch_inference", 1) | {"work": 1000 * HOUR, "speed": 1000.0} for i in range(300)
     ]
     learned = estimates(past)
-    found = learned.estimate_s("x", "batch_inference", 1, 7 * HOUR, work=Work(2000 * HOUR))
+    found = learned.estimate_s(JobProfile("x", "batch_inference", 1, 7 * HOUR, work=Work(2000 * HOUR)))
     assert found == pytest.approx(HOUR, rel=0.06)
 
 
 def test_without_a_recorded_speed_the_declaration_stands() -> None:
     learned = estimates([run("a", 1.0)])
-    with_work = learned.estimate_s("x", "training", 8, 3 * HOUR, work=Work(1e20, 1e15))
-    assert with_work == learned.estimate_s("x", "training", 8, 3 * HOUR)
+    with_work = learned.estimate_s(JobProfile("x", "training", 8, 3 * HOUR, work=Work(1e20, 1e15)))
+    assert with_work == learned.estimate_s(JobProfile("x", "training", 8, 3 * HOUR))

@@ -22,17 +22,10 @@ from tasks.instants import text
 from tasks.reconcile import lease_key
 from tasks.serving import target
 from tests.conftest import MakeStorage, make_site
-from tests.tasks.planned_hours import Runs, answer, ask, begin, end, plan_hour, states, submit
+from tests.tasks.planned_hours import CHAT, Runs, answer, ask, begin, end, plan_hour, states, submit
 
 HOUR = datetime(2026, 12, 1, 6, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
-CHAT = {
-    "name": "chat",
-    "demand": {"file": "demand.csv", "unit": "gpus"},
-    "expected_gpus": 1,
-    "ramp_per_hour": 24,
-    "priority": 8,
-}
 
 
 def renew_run(site: Site, rank: dict[str, Any], at: datetime) -> None:

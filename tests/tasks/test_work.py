@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tasks.allocate import build_problem, read_state
+from tasks.durations import JobProfile
 from tasks.facts import read_json
 from tasks.forecast import Forecast
 from tasks.hour import scheduled_hour
@@ -140,7 +141,9 @@ def test_a_queued_job_is_planned_by_its_work_once_runs_like_it_have_been_recorde
     ]
     hour = scheduled_hour(site, later, later)
     state = read_state(site, later)
-    estimate = state.estimates.estimate_s("x", "batch_inference", 1, 600.0, work=work_on(4000.0, None, []))
+    estimate = state.estimates.estimate_s(
+        JobProfile("x", "batch_inference", 1, 600.0, work=work_on(4000.0, None, []))
+    )
     assert estimate == pytest.approx(4000, rel=0.05)
     none: dict[str, Forecast] = {}
     planned = {one.id: one for one in build_problem(site, hour, state, none, set(), []).jobs}
