@@ -13,17 +13,13 @@ from typing import Any
 
 def mesh_lines(gpus: Sequence[int] | None = None, nvml: Any = None) -> list[str]:
     """The mesh in words: one line for a full one, else one for each pair that lacks a link."""
+    nvml = nvml or importlib.import_module("pynvml")
     try:
-        nvml = nvml or importlib.import_module("pynvml")
         nvml.nvmlInit()
         gpus = gpus if gpus is not None else visible_gpus(nvml.nvmlDeviceGetCount())
         linked = _linked(gpus, nvml)
-    except ImportError as error:
+    except nvml.NVMLError as error:
         return [f"NVLink: not known: {error}"]
-    except Exception as error:
-        if type(error).__name__.startswith("NVML"):
-            return [f"NVLink: not known: {error}"]
-        raise
     missing = [pair for pair, there in linked.items() if not there]
     if not missing:
         return [f"NVLink: a full mesh of {len(gpus)} GPUs"]

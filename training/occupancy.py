@@ -33,21 +33,16 @@ class GpmCounter:
     """Tensor Core occupancy between two calls of `read`, from NVML. Raises OSError where there is none."""
 
     def __init__(self, index: int, nvml: Any = None) -> None:
+        self.nvml = nvml = nvml or importlib.import_module("pynvml")
         try:
-            nvml = nvml or importlib.import_module("pynvml")
             nvml.nvmlInit()
-            self.nvml = nvml
             self.handle = nvml.nvmlDeviceGetHandleByIndex(index)
             if not nvml.nvmlGpmQueryDeviceSupport(self.handle).isSupportedDevice:
                 raise OSError("this GPU has no GPM metrics")
             self.samples = [nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()]
             nvml.nvmlGpmSampleGet(self.handle, self.samples[0])
-        except ImportError as error:
-            raise OSError(str(error)) from None
-        except Exception as error:
-            if type(error).__name__.startswith("NVML"):
-                raise OSError(f"NVML: {error}") from None
-            raise
+        except nvml.NVMLError as error:
+            raise OSError(f"NVML: {error}") from None
 
     def read(self) -> Occupancy | None:
         """The occupancy since the last call; None when the counters could not be read."""
@@ -62,10 +57,8 @@ class GpmCounter:
             nvml.nvmlGpmMetricsGet(asked)
             self.samples.reverse()
             return Occupancy(asked.metrics[0].value / 100.0, "GPM: Tensor Core active cycles")
-        except Exception as error:
-            if type(error).__name__.startswith("NVML"):
-                return None
-            raise
+        except nvml.NVMLError:
+            return None
 
 
 def occupancy_meter(

@@ -61,11 +61,11 @@ def table(found: list[Check]) -> list[str]:
 def checks(nvml: Any = None, torch: Any = None, kernel_log: Callable[[], str] | None = None) -> list[Check]:
     """All but the disk. The arguments stand in for the libraries and the kernel's log."""
     torch = torch or importlib.import_module("torch")
+    nvml = nvml or importlib.import_module("pynvml")
     try:
-        nvml = nvml or importlib.import_module("pynvml")
         nvml.nvmlInit()
         gpus = [nvml.nvmlDeviceGetHandleByIndex(gpu) for gpu in range(nvml.nvmlDeviceGetCount())]
-    except Exception as error:  # NVML's errors share no public base
+    except nvml.NVMLError as error:
         missing = Check("driver", "unknown", f"no NVML: {error}", "training runs on the CPU, if at all")
         return [missing, _torch(torch, 0)]
     return [
@@ -136,7 +136,7 @@ def _ecc(nvml: Any, gpu: int, handle: Any) -> Check:
         broken = nvml.nvmlDeviceGetTotalEccErrors(
             handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         )
-    except Exception as error:  # cards without ECC answer so
+    except nvml.NVMLError as error:  # cards without ECC answer so
         return Check(subject, "unknown", str(error), "memory errors go unseen")
     if broken:
         return Check(

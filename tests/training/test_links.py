@@ -15,6 +15,7 @@ class NVMLError(Exception):
 def nvml(missing: set[tuple[int, int]], count: int = 4) -> Any:
     """A node of GPUs on which these pairs are not linked."""
     return SimpleNamespace(
+        NVMLError=NVMLError,
         nvmlInit=lambda: None,
         nvmlDeviceGetCount=lambda: count,
         nvmlDeviceGetHandleByIndex=lambda index: index,

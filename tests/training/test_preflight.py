@@ -14,6 +14,9 @@ from training.preflight import Check, checks, disk, table
 class Nvml:
     """Two healthy GPUs, but for what a test changes."""
 
+    class NVMLError(Exception):
+        """As pynvml names it."""
+
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
     NVML_P2P_CAPS_INDEX_READ, NVML_P2P_STATUS_OK = 0, 0
 
@@ -41,7 +44,7 @@ class Nvml:
 
     def nvmlDeviceGetTotalEccErrors(self, gpu: int, kind: int, since: int) -> int:
         if self.broken < 0:
-            raise RuntimeError("Not Supported")
+            raise self.NVMLError("Not Supported")
         return self.broken if gpu == 1 else 0
 
     def nvmlDeviceGetP2PStatus(self, left: int, right: int, what: int) -> int:

@@ -39,6 +39,7 @@ def nvml(supported: bool = True, utilization: float = 64.0) -> Any:
         asked.metrics[0].value = utilization
 
     return SimpleNamespace(
+        NVMLError=NVMLError,
         nvmlInit=lambda: None,
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlGpmQueryDeviceSupport=lambda handle: SimpleNamespace(isSupportedDevice=supported),
