@@ -1,7 +1,7 @@
 """Allocate: turn the state in the ledger into a planning problem, solve it, and set the baselines beside it.
 
 Invariant: what runs, what is committed and what a service holds enters the problem as fixed; the value of a
-job is the one recorded when it was taken in. If full mode fails or runs out of time, the fast plan stands.
+job is the one recorded when it was taken in. Whatever becomes of full mode, there is a plan: the fast one.
 """
 
 import math
@@ -18,6 +18,7 @@ from tasks.cluster import Node, Service, Site
 from tasks.collect import ledger_directory
 from tasks.durations import JobProfile, estimates
 from tasks.forecast import Forecast, gpu_demand_quantiles
+from tasks.full_mode import FullModeError, plan_in_full_mode
 from tasks.hour import Degradation, Hour
 from tasks.serving import Held, target
 from tasks.work import work_on
@@ -89,14 +90,15 @@ def allocate(site: Site, hour: Hour, forecasts: Mapping[str, Forecast], lost: It
     plan = allocator.solve(problem, mode="fast")
     if full_seconds > 0 and any(job.running is None for job in problem.jobs):
         try:
-            plan = allocator.solve(problem, mode="full", time_limit=full_seconds)
-        except Exception as error:  # the fast plan stands, whatever the solver did
+            plan = plan_in_full_mode(problem, full_seconds)
+        except FullModeError as error:
             problems.append(Degradation("allocate", "full mode", f"{error}; the fast plan stands"))
     baselines = _baselines(problem, problems) if hour.trigger == "hourly" else {}
-    try:
-        plan = with_reasons(problem, plan)
-    except Exception as error:  # a plan without explanations is a plan
-        problems.append(Degradation("allocate", "explanations", f"{type(error).__name__}: {error}"))
+    if plan.mode == "fast":
+        try:
+            plan = with_reasons(problem, plan)
+        except Exception as error:  # a plan without explanations is a plan
+            problems.append(Degradation("allocate", "explanations", f"{type(error).__name__}: {error}"))
     gpus = tuple((node, index) for _, node, index in site.gpu_numbers())
     queued = {row["job"]: row for row in state.queued}
     return Planned(hour, problem, plan, baselines, gpus, queued, state.considered, problems)

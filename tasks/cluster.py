@@ -126,7 +126,7 @@ class Cluster(Strict):
     plan_slots: Annotated[int, Field(ge=1, le=2016)] | None = None
     season_slots: Annotated[int, Field(ge=1, le=2016)] | None = None
     forecasters: dict[Name, Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]] = Field(default_factory=dict)
-    full_mode_seconds: Annotated[float, Field(ge=0, le=3600)] = 10.0
+    full_mode_seconds: Annotated[float, Field(ge=0, le=3600)] = 5.0
     start_timeout_minutes: Annotated[float, Field(gt=0, le=1440)] = 10.0
     lease_seconds: Annotated[float, Field(ge=1, le=600)] = 10.0
     pack_after_days: Annotated[int, Field(ge=2, le=3650)] = 7

@@ -35,7 +35,7 @@ def test_an_hour_of_200_jobs_on_64_gpus(make_site: MakeSite) -> None:
     nodes = [
         {"name": f"node{k}", "gpus": GPUS, "gpu": "H100", "address": f"10.0.0.{k}"} for k in range(NODES)
     ]
-    site = make_site(nodes=nodes, slot_minutes=10, full_mode_seconds=0, services=[service])
+    site = make_site(nodes=nodes, slot_minutes=10, services=[service])
     (site.file.parent / "demand.csv").write_text("ts,y\n")
     for job in range(JOBS):
         spec = {

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import allocator
+from tasks import full_mode
 from tasks.instants import text
 from tasks.serving import target
 from tasks.tournament import BUILT_IN, OURS
@@ -93,14 +94,14 @@ def test_a_baseline_that_fails_is_told_and_the_hour_goes_on(
 def test_full_mode_that_fails_leaves_the_fast_plan_and_the_hour_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(full_mode, "SOLVER", ("-c", "import sys; sys.exit('the solver is not there')"))
     site, runs = make_site(tmp_path, full_mode_seconds=1), Runs()
-    a_mode_fails(monkeypatch, "full", RuntimeError("the solver is not there"))
     answer(site, HOUR)
     submit(site, "a")
     done = plan_hour(site, HOUR, runs)
     assert list(runs.made) == ["a/1/0"]
     assert told(done) == [("allocate", "full mode")]
-    assert done.problems[0].reason == "the solver is not there; the fast plan stands"
+    assert done.problems[0].reason == "exit 1: the solver is not there; the fast plan stands"
     assert ask(site, "SELECT mode FROM plans") == [{"mode": "fast"}]
 
 
