@@ -1,8 +1,10 @@
 """The demonstration: `python -m flows.demo` runs the whole product here, on recorded load, and checks it.
 
 A Prefect server, workers for three nodes of virtual GPUs and a virtual service are started; a recorded hour
-passes in each one-minute slot; twelve jobs of every kind are planned, run and accounted for. It exits 0 only
-if at least three scheduled plans were committed and every job completed, and it stops what it started.
+passes in each one-minute slot; twelve jobs of every kind are planned, run and accounted for. Sixteen more,
+for the night, are only planned: they ask for more than there is, so that there is something to choose. It
+exits 0 only if at least three scheduled plans were committed, the twelve completed, and the plans were worth
+more than those of first-in-first-out, and it stops what it started.
 """
 
 import argparse
@@ -37,6 +39,8 @@ SOURCE = Path(server.ROOT) / "deployments" / "demo"
 HISTORY_SLOTS = 96
 FIRST_HOUR = 22  # of the recorded week; after 96 hours of history the demonstration starts as evening falls
 PLANS = 3
+NIGHT = "night"  # what the jobs come after that are only planned here
+NIGHT_SLOTS = 10  # from the start until then: later than the demonstration lasts
 FROM_HISTORY = {"blend and model", "blend", "seasonal naive"}  # forecasts, not what the operator stated
 TRAINING_STEPS = 8
 MODEL = "outputs/plays-small/model"  # what the first training job leaves
@@ -83,7 +87,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prompts = "".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS * 4)
         site.storage.write("prompts.jsonl", prompts.encode())
         submitted = submit(site, after="")
-        console.print(f"{len(submitted)} jobs in the inbox, {HISTORY_SLOTS} recorded hours loaded as history")
+        tonight = submit(site, after=NIGHT, not_before=first + NIGHT_SLOTS * site.slot)
+        console.print(
+            f"{len(submitted)} jobs in the inbox and {len(tonight)} for the night, "
+            f"{HISTORY_SLOTS} recorded hours loaded as history"
+        )
         running = server.up(site)
         tell(console, set(), began, f"all runs: {', '.join(running.pids)}; Prefect UI: {running.ui_url}")
         follow(site, console, began)
@@ -140,10 +148,9 @@ def feed(site: Site, recorded: list[float], first: datetime, stop: threading.Eve
             out.write(f"{instants.text(at)},{value}\n")
 
 
-def submit(site: Site, after: str) -> list[str]:
+def submit(site: Site, after: str, not_before: datetime | None = None) -> list[str]:
     """Leave in the inbox the jobs that come after another one has completed, or first of all."""
-    with (SOURCE / "jobs_philly.csv").open() as lines:
-        rows = [row for row in csv.DictReader(lines) if row["after"] == after]
+    rows = [row for row in recorded_jobs() if row["after"] == after]
     for row in rows:
         spec = {
             "id": row["id"],
@@ -151,6 +158,7 @@ def submit(site: Site, after: str) -> list[str]:
             "gpus": int(row["gpus"]),
             "priority": int(row["priority"]),
             "duration": f"{float(row['philly_duration_s']) / 60:.0f}s",  # a recorded hour is a minute
+            **({"not_before": instants.text(not_before)} if not_before else {}),
             **program(row),
         }
         site.storage.write(f"inbox/{row['id']}.yaml", yaml.safe_dump(spec, sort_keys=False).encode())
@@ -212,7 +220,7 @@ def report(site: Site, console: Console) -> int:
     show_plan(site, console)
     jobs = query(site, "FROM jobs ORDER BY started_at, job")
     runs = {row["job"]: row for row in query(site, "FROM runs ORDER BY attempt")}
-    show_jobs(console, jobs, runs)
+    show_jobs(console, [job for job in jobs if job["job"] in all_jobs()], runs)
     forecasts = query(
         site,
         "SELECT ts, low, expected, high, actual FROM forecast_errors WHERE step = 0 ORDER BY ts",
@@ -220,20 +228,23 @@ def report(site: Site, console: Console) -> int:
     print_table(console, "Forecast of the next slot against what came, GPUs", forecasts)
     hours = query(
         site,
-        "SELECT instant, value AS planned_value, fifo_value, backfill_value, greedy_value, "
+        "SELECT instant, objective AS planned_worth, fifo_objective AS fifo_worth, "
+        "backfill_objective AS backfill_worth, greedy_objective AS greedy_worth, "
         "utilization AS planned_utilization, fifo_utilization, backfill_utilization, greedy_utilization "
         "FROM plans WHERE trigger = 'hourly' ORDER BY instant",
     )
     hours = [
         {
             "plan": f"{row['instant']:%H:%M}",
-            **{name: row[f"{key}_value"] for name, key in POLICIES.items()},
+            **{name: row[f"{key}_worth"] for name, key in POLICIES.items()},
             **{f"{name} util.": row[f"{key}_utilization"] for name, key in POLICIES.items()},
         }
         for row in hours
     ]
     print_table(
-        console, "Value and utilization of each plan, and of the baselines' from the same inputs", hours
+        console,
+        "Worth (value less shortage) and utilization of each plan, and of the baselines' from the same",
+        hours,
     )
     for text in QUERIES:
         print_table(console, text, query(site, text))
@@ -269,6 +280,10 @@ def check(
             "OR greedy_value IS NULL)",
         )
     )
+    (worth,) = query(
+        site,
+        "SELECT sum(objective) AS ours, sum(fifo_objective) AS fifo FROM plans WHERE trigger = 'hourly'",
+    )
     followed = observed(site.storage, site.cluster.services[0].name).version
     different = ledger.verify(ledger_directory(site), site.storage)
     return [
@@ -290,6 +305,10 @@ def check(
             bool(methods) and set(methods) <= FROM_HISTORY,
         ),
         Check("every plan stands beside fifo, backfill and greedy", bare == 0),
+        Check(
+            f"the plans are worth {worth['ours']:.2f} in all, FIFO's {worth['fifo']:.2f}",
+            worth["ours"] > worth["fifo"],
+        ),
         Check(f"the service followed {followed} targets", followed > 1),
         Check(f"the ledger equals its facts {different or ''}", not different),
     ]
@@ -371,9 +390,14 @@ def query(site: Site, text: str) -> list[dict[str, Any]]:
 
 
 def all_jobs() -> list[str]:
-    """Ids of the demonstration's jobs."""
+    """Ids of the jobs that run here."""
+    return [row["id"] for row in recorded_jobs() if row["after"] != NIGHT]
+
+
+def recorded_jobs() -> list[dict[str, str]]:
+    """Jobs of the Philly trace, as the demonstration names them."""
     with (SOURCE / "jobs_philly.csv").open() as lines:
-        return [row["id"] for row in csv.DictReader(lines)]
+        return list(csv.DictReader(lines))
 
 
 def tell(console: Console, told: set[str], began: float, line: str) -> None:
