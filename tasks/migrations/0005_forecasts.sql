@@ -35,22 +35,9 @@ COMMENT ON COLUMN forecaster_losses.ts IS 'Begin of the slot';
 COMMENT ON COLUMN forecaster_losses.actual IS 'GPUs that the load needed';
 COMMENT ON COLUMN forecaster_losses.loss IS 'Twice the mean pinball loss of its ten quantiles, GPUs';
 
-ALTER TABLE specs ADD COLUMN work DOUBLE;
-ALTER TABLE specs ADD COLUMN precision VARCHAR;
-COMMENT ON COLUMN specs.work IS 'What there is to do, if it can be told: FLOPs, most new tokens of all rows, bytes of the model';
-COMMENT ON COLUMN specs.precision IS 'For training with known work: the precision, on which the peak of a GPU depends';
-
 CREATE OR REPLACE VIEW durations AS
-WITH done AS (
-    SELECT r.*, s.template, s.duration_s, s.work, TRY_CAST(r.metrics ->> 'peak_flops_per_s' AS DOUBLE) AS peak
-    FROM runs r JOIN specs s USING (job) WHERE r.state = 'completed'
-)
-SELECT job, kind, template, gpus, duration_s AS declared_s, seconds AS actual_s, ended_at, tenant,
-    CASE WHEN kind <> 'training' OR peak > 0 THEN work END AS work,
-    CASE kind WHEN 'training' THEN mfu WHEN 'batch_inference' THEN tokens_per_s / gpus
-        ELSE work / nullif(seconds * gpus, 0) END AS speed,
-    CASE WHEN kind = 'training' THEN peak END AS peak_per_s
-FROM done;
+SELECT r.job, r.kind, s.template, r.gpus, s.duration_s AS declared_s, r.seconds AS actual_s, r.ended_at, s.tenant
+FROM runs r JOIN specs s USING (job) WHERE r.state = 'completed';
 COMMENT ON VIEW durations IS 'Declared and actual durations of what completed, from which estimates learn';
 COMMENT ON COLUMN durations.job IS 'The job';
 COMMENT ON COLUMN durations.kind IS 'training, batch_inference or quantization';
@@ -60,6 +47,3 @@ COMMENT ON COLUMN durations.declared_s IS 'Declared duration, seconds';
 COMMENT ON COLUMN durations.actual_s IS 'Seconds it took';
 COMMENT ON COLUMN durations.ended_at IS 'When it ended';
 COMMENT ON COLUMN durations.tenant IS 'Whose job it was';
-COMMENT ON COLUMN durations.work IS 'What it had to do, as in specs';
-COMMENT ON COLUMN durations.speed IS 'Training: MFU. Else tokens or bytes per second and GPU';
-COMMENT ON COLUMN durations.peak_per_s IS 'Training: the peak that the MFU is a share of, FLOP/s of one GPU';
