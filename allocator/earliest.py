@@ -13,16 +13,21 @@ from allocator.blockers import Board, first_place, slots_of
 from allocator.plan import Placement, Plan
 from allocator.problem import Choice, Hole, Job, Problem, Running
 
+MOST_CELLS = 1 << 24  # of the time until a release that has rows of its own: half a year of 512 GPUs
+
 
 def forced(problem: Problem, plan: Plan, job: Job) -> Problem:
     """The problem in which everything that is planned is committed and this job alone is left to place."""
-    future = _future(problem, plan, (job,))
+    future = _future(problem, plan, (job,), job.release + 1)
     return replace(future, jobs=(*future.jobs, replace(job, announced=None)))
 
 
-def _future(problem: Problem, plan: Plan, jobs: tuple[Job, ...]) -> Problem:
-    """What is planned, committed, services as they are last held, and time enough for any of the jobs."""
-    spans = [problem.slots, *[job.release + 1 for job in jobs]]
+def _future(problem: Problem, plan: Plan, jobs: tuple[Job, ...], most: int) -> Problem:
+    """What is planned, committed, services as they are last held, and time enough for any of the jobs.
+
+    Releases later than `most` slots add no time.
+    """
+    spans = [problem.slots, *[job.release + 1 for job in jobs if job.release < most]]
     committed = []
     for placement in plan.placements:
         told = problem.job_by_id[placement.job]
@@ -66,14 +71,23 @@ def _serving(problem: Problem, plan: Plan, horizon: int) -> Iterable[Hole]:
 
 def future_board(problem: Problem, plan: Plan, jobs: Iterable[Job]) -> Board:
     """The board of ``forced`` without its last job, good for all of these jobs."""
-    future = _future(problem, plan, tuple(jobs))
+    future = _future(problem, plan, tuple(jobs), MOST_CELLS // problem.total_gpus)
     return Board(future, _nothing(future))
 
 
 def earliest_start(board: Board, job: Job) -> int | None:
-    """The earliest start on a board of ``future_board``; None when its deadline or shape allows none."""
+    """The earliest start on a board of ``future_board``; None when its deadline or shape allows none.
+
+    A job may be released years from now: then it is placed at the end of a board that has no row for every
+    slot until then, and told so much later.
+    """
+    settled = board.layout.horizon - max((s for c in job.choices for s in slots_of(c)), default=1)
+    late = max(job.release - settled, 0)
+    if late:
+        deadline = None if job.deadline is None else job.deadline - late
+        job = replace(job, release=job.release - late, deadline=deadline)
     place = first_place(board, job, planned=False)
-    return None if place is None else place.start
+    return None if place is None else place.start + late
 
 
 def _nothing(problem: Problem) -> Plan:

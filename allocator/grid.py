@@ -140,8 +140,8 @@ class Layout:
             longest = [slots for job in problem.jobs for c in job.choices for slots in _all_slots(c)]
             self.rows += max(longest, default=1) - 1
         self.row = (1 << gpus) - 1
-        self.one_per_row = reduce(or_, [1 << (slot * gpus) for slot in range(self.rows)])
         self.all = (1 << (gpus * self.rows)) - 1
+        self.one_per_row = self.all // self.row
         self.node_starts = reduce(or_, [1 << first for first in problem.first_gpu])
         self._shifts: dict[tuple[int, int], tuple[int, ...]] = {}
         self._shapes: dict[tuple[int, int], int] = {}

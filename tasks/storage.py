@@ -215,7 +215,9 @@ class DirectoryStorage:
         with self._errors(key):
             target = self._path(key)
             with _temporary(target, path) as temporary:
+                faults.point("storage.written")
                 temporary.replace(target)
+                faults.point("storage.named")
                 _sync_directory(target.parent)
 
     def download(self, key: str, path: Path) -> None:

@@ -230,6 +230,27 @@ def test_the_earliest_start_holds_in_full_mode_too() -> None:
     assert [p.start for p in again.placements if p.job == found.job] == [found.earliest_start]
 
 
+@pytest.mark.parametrize(
+    ("release", "deadline", "start"),
+    [
+        (500, None, 500),
+        (9_000_000, None, 9_000_000),
+        (9_000_000, 9_000_002, None),
+        (9_000_000, 9_000_006, 9_000_000),
+    ],
+)
+def test_a_job_released_in_years_is_told_its_release_and_costs_no_memory(
+    release: int, deadline: int | None, start: int | None
+) -> None:
+    ends = {} if deadline is None else {"deadline": deadline}
+    posed = problem(
+        nodes=[{"name": f"n{number}", "gpus": 8} for number in range(8)],
+        jobs=[job("a", 8, 3), job("j", 2, 5, release=release, **ends)],
+    )
+    (found,) = explain(posed, solve(posed), jobs=["j"], remedies=False)
+    assert found.earliest_start == start
+
+
 def test_enough_free_gpus_that_are_not_side_by_side_are_called_too_wide() -> None:
     posed = problem(
         nodes=[{"name": "n0", "gpus": 5}],
