@@ -116,7 +116,10 @@ def read_job(content: str | bytes, name: str, site: Site) -> Job:
 
 
 def misfit(job: Job, cluster: Cluster) -> str | None:
-    """Why no empty cluster could hold the job, or None. Says which sizes would fit."""
+    """Why no empty cluster could hold the job as it is asked for, or None. Says what would fit."""
+    for field in ("deadline", "not_before"):
+        if job.schedule is not None and getattr(job, field) is not None:
+            return f"{field}: is one instant, and a recurring job has many occurrences; leave it out"
     known = {node.gpu for node in cluster.nodes}
     for gpu in job.gpu_types or ():
         if gpu not in known:

@@ -77,6 +77,10 @@ MISTAKES = [
     ("duration: 3h", "duration: 3h\nschedule: 0 0 30 2 *", f"6: schedule: '0 0 30 2 *': {CRON}: "
      "Bad day-of-month"),
     ("duration: 3h", "duration: 3h\nschedule: '* * * * * *'", f"6: schedule: '* * * * * *': {CRON}"),
+    ("duration: 3h", "duration: 3h\nschedule: 0 2 * * *\ndeadline: 2030-01-01", "7: deadline: "
+     "is one instant, and a recurring job has many occurrences; leave it out"),
+    ("duration: 3h", "duration: 3h\nnot_before: 2030-01-01\nschedule: 0 2 * * *", "6: not_before: "
+     "is one instant, and a recurring job has many occurrences; leave it out"),
     ("id: nightly", "schedule: 0 2 * * *", "1: the file: a recurring job needs an id, "
      "from which its occurrences are named"),
     ("training: {config: llama.yaml}\n", "", f"{ONE}none"),
@@ -120,8 +124,9 @@ def test_a_deadline_may_be_written_in_several_ways(site: Site, written: str, rea
     assert read_job(f"{GOOD}deadline: {written}\n", "a", site).deadline == read
 
 
-def test_what_is_stored_of_a_spec_reads_the_same(site: Site) -> None:
-    job = read_job(GOOD + "deadline: 2026-12-01T06:00Z\ngpu_types: [cpu]\nschedule: 0 2 * * *\n", "a", site)
+@pytest.mark.parametrize("when", ["deadline: 2026-12-01T06:00Z", "schedule: 0 2 * * *"])
+def test_what_is_stored_of_a_spec_reads_the_same(site: Site, when: str) -> None:
+    job = read_job(GOOD + f"gpu_types: [cpu]\n{when}\n", "a", site)
     assert Job.model_validate_json(job.model_dump_json()) == job
 
 
