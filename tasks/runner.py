@@ -32,7 +32,7 @@ from tasks.inbox import cancel_requested
 from tasks.instants import now, parse, text
 from tasks.packs import is_packed
 from tasks.reconcile import GRACE_S, lease_age, lease_key, leave_outcome
-from tasks.secrets import redacted, redacted_bytes
+from tasks.secrets import redacted, redacted_bytes, redacted_values
 from tasks.serving import blockers
 from tasks.storage import NotFoundError, Storage, StorageError, open_storage
 
@@ -164,14 +164,16 @@ def _run_claimed(
         code, last_line = _run_program(
             order, node_directory, lease, locks, port, metrics_file, log, terminated
         )
+        metrics = _metrics(metrics_file)
     except _Stop as stop:
         return Outcome(stop.state, str(stop), started, None, _metrics(metrics_file))
     except Exception as error:  # such as a full disk: the claim is taken, so there must be an outcome
         return Outcome("crashed", f"{type(error).__name__}: {error}", started, None, _metrics(metrics_file))
-    metrics = _metrics(metrics_file)
+    finally:
+        metrics_file.unlink(missing_ok=True)  # as its program wrote it, with what that should not have said
     if code == 0:
         return Outcome("completed", None, started, 0, metrics)
-    said = " ".join(str(metrics.get("message") or last_line or "it said nothing").split())[:500]
+    said = redacted(" ".join(str(metrics.get("message") or last_line or "it said nothing").split()))[:500]
     what = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     return Outcome("crashed" if code < 0 else "failed", f"{what}: {said}", started, code, metrics)
 
@@ -572,7 +574,8 @@ def _scratch(node_directory: Path, order: Order) -> Path:
 def _metrics(file: Path) -> dict[str, Any]:
     """What the program has reported so far; nothing when the file is absent or not a JSON object.
 
-    Numbers that are none become null, halves of characters question marks: facts hold neither.
+    Numbers that are none become null, halves of characters question marks: facts hold neither. Secrets are
+    hidden: leases and what the server shows of a run hold them as well.
     """
     try:
         with file.open("rb") as reported:
@@ -581,7 +584,8 @@ def _metrics(file: Path) -> dict[str, Any]:
         found = json.loads(plain, parse_constant=lambda _: None)
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    shown: dict[str, Any] = redacted_values(found) if isinstance(found, dict) else {}
+    return shown
 
 
 def _free_port() -> int:
