@@ -180,7 +180,8 @@ class World:
     def hours(self, each: list[dict[str, Any]], trigger: Trigger = "hourly") -> list[int]:
         """Run planners at the same moment.
 
-        Each may have a `fault` at which it dies, a `scheduled` instant, and what `make_hostile` takes.
+        Each may have a `fault` at which it dies, a `scheduled` instant, an `environment`, and what
+        `make_hostile` takes.
         """
         present = self.now + self.control_is_ahead
         places = (str(self.site.file), str(self.flow_runs))
@@ -409,6 +410,7 @@ def _plan(
     from tests.tasks.planned_hours import plan_hour
 
     environment = how.get("environment", {})
+    os.environ.update(environment)
     faults.arm({"SLOTWISE_FAULT": how.get("fault", ""), "PYTEST_VERSION": "any", **environment})
     site = load_site(file)
     os.fsync = lambda fd: None  # see conftest

@@ -18,6 +18,7 @@ class Fault:
     cut_after: int | None = None  # bytes of the answer's body, then hang up
     silent_s: float | None = None  # hold the answer's body back so long after its first half
     flip: bool = False  # change the first byte of the answer's body
+    lost: bool = False  # do as asked, and hang up without an answer
 
 
 @dataclass
@@ -61,6 +62,9 @@ def faulty_proxy(target: str) -> Iterator[FaultyProxy]:
             answer = upstream.getresponse()
             data = answer.read()
             upstream.close()
+            if fault.lost:
+                self.close_connection = True
+                return
             self.send_response(answer.status)
             for name, value in answer.getheaders():
                 if name.lower() not in ("transfer-encoding", "connection", "content-length"):
