@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,14 @@ from flows.server import Running, client_environment, down, running, up
 from tasks import instants, ledger
 from tasks.cluster import Site
 from tasks.collect import ledger_directory
+from tasks.program import is_published, publish_directory
 from tests.conftest import wait_for
 from tests.flows.conftest import MakeSite
 from tests.flows.conftest import make_site as make_site
 from tests.flows.conftest import migrated_database as migrated_database
 from tests.flows.test_hourly import start
-from tests.invariants import Asked, read_witness, unfinished, violations
+from tests.invariants import Asked, Facts, read_witness, unfinished, violations
+from tests.tasks.kind_programs import ROWS, put, rows, small_model
 
 pytestmark = pytest.mark.xdist_group("server")
 PATIENCE_S = 300.0
@@ -55,8 +58,11 @@ class Place:
 
     def submit(self, job: str, seconds: float, **fields: Any) -> None:
         command = [sys.executable, str(PROGRAM), str(self.witness), str(self.locks), str(seconds)]
-        spec = {"id": job, "kind": "training", "gpus": 1, "priority": 5, "duration": "1m", "command": command}
-        content = yaml.safe_dump({**spec, "max_attempts": 10, **fields}).encode()
+        self.leave(job, **{"kind": "training", "command": command, **fields})
+
+    def leave(self, job: str, **fields: Any) -> None:
+        spec = {"id": job, "gpus": 1, "priority": 5, "duration": "1m", "max_attempts": 10}
+        content = yaml.safe_dump({**spec, **fields}).encode()
         self.site.storage.write(f"inbox/{job}.yaml", content)
         self.asked.specs[f"{job}.yaml"] = content
         self.asked.jobs.add(job)
@@ -80,6 +86,13 @@ class Place:
         for event in read_witness(self.witness):
             if event["what"] == "begin" and (event["job"], event["attempt"]) == (job, attempt):
                 return event
+        return None
+
+    def runner(self, job: str) -> int | None:
+        """Process id of the runner that has claimed the job's first attempt."""
+        for key in self.site.storage.keys("facts/"):
+            if key.endswith(f"/started/{job}/1/0.json"):
+                return int(json.loads(self.site.storage.read(key))["pid"])
         return None
 
     def attempts(self, job: str) -> int:
@@ -178,16 +191,53 @@ def test_a_runner_and_a_program_die_together_and_the_job_is_tried_again(place: P
     wait_for(lambda: place.begun("a"), "the job to begin", PATIENCE_S)
     begun = place.begun("a")
     assert begun is not None
-    started = [
-        json.loads(place.site.storage.read(key))
-        for key in place.site.storage.keys("facts/")
-        if "/started/a/" in key
-    ]
-    pid = begun["pid"] if victim == "program" else started[0]["pid"]
+    pid = begun["pid"] if victim == "program" else place.runner("a")
+    assert pid is not None
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: gone(begun["pid"]), "the program to be gone", 30)
     place.judge()
     assert place.attempts("a") == 2
+
+
+@pytest.mark.long
+def test_a_running_job_of_each_kind_is_killed_and_its_next_attempt_finishes_the_work(
+    place: Place, tmp_path: Path
+) -> None:
+    storage = place.site.storage
+    publish_directory(storage, "models/small", small_model(tmp_path))
+    put(storage, *[{"id": n, "prompt": f"{n} What"} for n in range(20)])
+    training = {"model": "llama-micro", "seq_len": 32, "micro_batch": 2, "global_batch": 2, "warmup": 2}
+    training |= {"steps": 60, "lr": 4e-3, "checkpoint_every": 2, "held_out_windows": 1}
+    quantization = {"model": "models/small", "seq_len": 64, "windows": 4, "measure_speed": False}
+    place.leave("trains", kind="training", training={"config": training})
+    place.leave("infers", kind="batch_inference", batch_inference=ROWS)
+    place.leave("quantizes", kind="quantization", quantization=quantization)
+    place.submit("commands", 60)
+    at_work: dict[str, Callable[[], object]] = {
+        "trains": lambda: is_published(storage, "outputs/trains/checkpoints/step-2"),
+        "infers": lambda: storage.keys("outputs/infers/rows-"),
+        "quantizes": lambda: place.runner("quantizes"),
+        "commands": lambda: place.begun("commands"),
+    }
+    first = place.up()
+    start(first, "hourly/now")
+    waiting = dict(at_work)
+    deadline = time.monotonic() + PATIENCE_S
+    while waiting and time.monotonic() < deadline:
+        for job in [job for job, ready in waiting.items() if ready()]:
+            runner = place.runner(job)
+            assert runner is not None
+            os.kill(runner, signal.SIGKILL)
+            del waiting[job]
+        time.sleep(0.2)
+    assert not waiting
+    place.judge()
+    outcomes = Facts(storage).ranks("outcome")
+    states = {job: [outcomes[job, attempt, 0]["state"] for attempt in (1, 2)] for job in at_work}
+    assert set(map(tuple, states.values())) == {("crashed", "completed")}
+    assert is_published(storage, "outputs/trains/model") and is_published(storage, "outputs/quantizes/model")
+    assert b"resumed after step" in storage.read("logs/trains/2-0.log")
+    assert [row["id"] for row in rows(storage, "infers")] == list(range(20))
 
 
 @pytest.mark.long
