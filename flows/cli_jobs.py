@@ -270,9 +270,13 @@ def _events(
 ) -> list[dict[str, Any]]:
     """What happened, in order."""
     taken = (
-        f"taken in from {spec['source']}: {spec['kind']} on {spec['gpus']} GPUs, worth {spec['value']:.4g}"
+        f"taken in from {spec['source']}: {spec['kind']} on "
+        f"{' or '.join(map(str, spec['widths'] or [spec['gpus']]))} GPUs, worth {spec['value']:.4g}"
     )
     events = [{"at": spec["submitted_at"], "what": taken}]
+    said = [f"predicted: {run['reason']}" for run in json.loads(spec["predicted"] or "[]")]
+    said += [f"not predicted: {problem}" for problem in spec["unpredicted"] or ()]
+    events += [{"at": spec["submitted_at"], "what": what} for what in said]
     if row["cancel_at"] is not None:
         events.append({"at": row["cancel_at"], "what": "its cancellation was asked for"})
     for rank in attempts:

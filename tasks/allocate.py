@@ -16,10 +16,11 @@ from allocator.explain import with_reasons
 from tasks import ledger
 from tasks.cluster import Node, Service, Site
 from tasks.collect import ledger_directory
-from tasks.durations import JobProfile, estimates
+from tasks.durations import JobProfile, declared_at, estimates
 from tasks.forecast import Forecast, gpu_demand_quantiles
 from tasks.full_mode import FullModeError, plan_in_full_mode
 from tasks.hour import Degradation, Hour
+from tasks.predicted import predicted_s, seconds_by_place
 from tasks.serving import Held, target
 from tasks.work import work_on
 
@@ -33,7 +34,7 @@ SERVED = (
 # How long those that run have lasted: they say that jobs like them take at least as long. What training has
 # to do is left out: as a duration it would need the peak of the GPUs as well.
 RUNNING = (
-    "SELECT h.job, h.kind, s.tenant, s.gpus, h.duration_s AS declared_s, "
+    "SELECT h.job, h.kind, s.tenant, s.gpus, h.nodes, s.predicted, h.duration_s AS declared_s, "
     "CASE WHEN s.precision IS NULL THEN s.work END AS work, "
     "date_diff('millisecond', h.started_at, ?) / 1000 AS actual_s "
     "FROM holders h JOIN specs s USING (job) WHERE NOT h.over AND h.started_at < ?"
@@ -151,18 +152,21 @@ def read_state(site: Site, at: datetime) -> State:
     with ledger.open_ledger(ledger_directory(site)) as connection:
         queued = ledger.rows(
             connection,
-            "SELECT j.*, s.work, s.precision FROM jobs j JOIN specs s USING (job) WHERE j.state = 'queued' "
-            "ORDER BY j.submitted_at, j.release_at, j.job",
+            "SELECT j.*, s.work, s.precision, s.widths, s.predicted FROM jobs j JOIN specs s USING (job) "
+            "WHERE j.state = 'queued' ORDER BY j.submitted_at, j.release_at, j.job",
         )
         attempts = ledger.rows(
             connection,
-            "SELECT h.*, s.tenant, s.work, s.precision FROM holders h JOIN specs s USING (job) "
-            "WHERE NOT over OR end_at > ?",
+            "SELECT h.*, s.tenant, s.gpus, s.work, s.precision, s.predicted FROM holders h "
+            "JOIN specs s USING (job) WHERE NOT over OR end_at > ?",
             [at],
         )
         latest = "(FROM durations ORDER BY ended_at DESC LIMIT ?)"  # bounded, however long the history
-        past = ledger.rows(connection, f"FROM {latest} ORDER BY ended_at", [LEARNT_FROM])
-        running = ledger.rows(connection, RUNNING, [at, at])
+        past = [
+            {**row, "declared_s": declared_at(row["declared_s"], row["asked_gpus"], row["gpus"])}
+            for row in ledger.rows(connection, f"FROM {latest} ORDER BY ended_at", [LEARNT_FROM])
+        ]
+        running = [_lasting(site, row) for row in ledger.rows(connection, RUNNING, [at, at])]
         observed = ledger.rows(
             connection,
             "SELECT service, arg_max(gpus, ts) AS gpus FROM demand WHERE ts > ? GROUP BY ALL",
@@ -238,7 +242,7 @@ def _fixed(
 ) -> list[Fixed]:
     fixed = []
     for row in state.attempts:
-        places = [(part["node"], gpu) for part in row["nodes"] for gpu in part["gpus"]]
+        places, types = _places(site, row)
         retry = bool(row["over"])
         if retry and (row["last_attempt"] not in RETRIED or lost & {node for node, _ in places}):
             continue
@@ -247,7 +251,6 @@ def _fixed(
             continue
         begins = hour.begin if retry else row["started_at"] or max(row["start_at"], hour.begin)
         elapsed = max((hour.begin - begins).total_seconds(), 0.0)
-        types = {node.gpu for node in site.cluster.nodes if any(node.name == name for name, _ in places)}
         left = state.estimates.remaining_s(_profile(row, len(places), types), elapsed)
         ends = row["end_at"] if retry else max(begins, hour.begin) + timedelta(seconds=left)
         gpus = tuple(sorted(numbers[place] for place in places))
@@ -281,23 +284,63 @@ def _windows(
     return windows
 
 
+def _places(site: Site, row: dict[str, Any]) -> tuple[list[tuple[str, int]], set[str]]:
+    """The GPUs that an attempt holds, and of which types they are."""
+    places = [(part["node"], gpu) for part in row["nodes"] for gpu in part["gpus"]]
+    names = {name for name, _ in places}
+    return places, {node.gpu for node in site.cluster.nodes if node.name in names}
+
+
+def _lasting(site: Site, row: dict[str, Any]) -> dict[str, Any]:
+    """A running attempt's row by the GPUs that it has, which an elastic job did not ask for first."""
+    places, types = _places(site, row)
+    gpus = len(places)
+    declared = declared_at(row["declared_s"], row["gpus"], gpus)
+    predicted = predicted_s(row["predicted"], types, gpus)
+    return {**row, "gpus": gpus, "declared_s": declared, "predicted_s": predicted}
+
+
 def _profile(row: dict[str, Any], gpus: int, gpu_types: Iterable[str]) -> JobProfile:
-    """What an estimate may use of a job's row; a replayed job has neither tenant nor work."""
+    """What an estimate may use of a job's row; a replayed job has neither tenant, work nor prediction."""
     work = work_on(row.get("work"), row.get("precision"), gpu_types)
-    return JobProfile(row["job"], row["kind"], gpus, row["duration_s"], row.get("tenant"), work)
+    predicted = predicted_s(row.get("predicted"), gpu_types, gpus)
+    declared = declared_at(row["duration_s"], row.get("gpus", gpus), gpus)
+    return JobProfile(row["job"], row["kind"], gpus, declared, row.get("tenant"), work, predicted)
 
 
 def _slots(site: Site, seconds: float) -> int:
     return max(math.ceil(timedelta(seconds=seconds) / site.slot), 1)
 
 
+def _choices(site: Site, state: State, row: dict[str, Any]) -> list[tuple[Choice, int, int]]:
+    """The widths that a job may have; of each, how many slots it usually takes, on the fastest type, and how
+    many more a long run does.
+
+    Where the performance model knows some widths, those that it could not fit are not offered. What it
+    predicts differs by type; other estimates are those of the slowest type.
+    """
+    types = row["gpu_types"] or list(dict.fromkeys(node.gpu for node in site.cluster.nodes))
+    known = seconds_by_place(row.get("predicted"))
+    widths = row.get("widths") or [row["gpus"]]
+    fitting = [width for width in widths if any((gpu, width) in known for gpu in types)]
+    found = []
+    for width in fitting or widths:
+        apart = len(types) > 1 and all((gpu, width) in known for gpu in types)
+        usual, more = {}, 0
+        for group in [[gpu] for gpu in types] if apart else [types]:
+            profile = _profile(row, width, group)
+            usual[group[0]], long = (
+                _slots(site, state.estimates.estimate_s(profile, level))
+                for level in (OCCUPANCY_LEVEL, DEADLINE_LEVEL)
+            )
+            more = max(more, long - usual[group[0]])
+        shortest = min(usual.values())
+        found.append((Choice(width, tuple(usual.items()) if apart else shortest), shortest, more))
+    return found
+
+
 def _queued(site: Site, hour: Hour, state: State, row: dict[str, Any]) -> allocator.Job:
-    types = row["gpu_types"] or {node.gpu for node in site.cluster.nodes}
-    profile = _profile(row, row["gpus"], types)
-    usual, long = (
-        _slots(site, state.estimates.estimate_s(profile, level))
-        for level in (OCCUPANCY_LEVEL, DEADLINE_LEVEL)
-    )
+    choices = _choices(site, state, row)
     deadline = row["deadline_at"]
     # Submitted while this plan is being made: after its begin by the clock, and yet known to it.
     waits = row["release_at"] - hour.begin if row["release_at"] > row["submitted_at"] else timedelta(0)
@@ -305,11 +348,12 @@ def _queued(site: Site, hour: Hour, state: State, row: dict[str, Any]) -> alloca
     if deadline is not None:
         last = math.floor((deadline - hour.begin) / site.slot)
         # Early enough for a long run, if there is time for one; else at once.
-        end = min(last, max(last - (long - usual), release + usual))
+        quickest, more = min(usual for _, usual, _ in choices), max(more for _, _, more in choices)
+        end = min(last, max(last - more, release + quickest))
     return allocator.Job(
         id=row["job"],
         kind=row["kind"],
-        choices=(Choice(row["gpus"], usual),),
+        choices=tuple(choice for choice, _, _ in choices),
         priority=row["priority"],
         value=row["value"],
         release=release,

@@ -3,9 +3,10 @@
 Invariant: every estimate is a positive finite number of seconds, whatever the past rows hold and however
 long a job has overrun. What is learned is the mean and spread of log(actual / expected): for all jobs, each
 kind, each tenant's of it, each GPU count of those, and the occurrences of one job, each drawn to the one
-before it while it has few runs. Expected is what the amount of work takes at the speed recorded for such
-jobs, where both are known (FLOPs at the recorded MFU, tokens, bytes), and what was declared otherwise. The
-cost: a team whose declarations are far off is believed for its first tens of runs.
+before it while it has few runs. Expected is what the performance model predicted for a training run of this
+width on these GPUs; else what the amount of work takes at the speed recorded for such jobs, where both are
+known (FLOPs at the recorded MFU, tokens, bytes); else what was declared. The cost: a team whose declarations
+are far off is believed for its first tens of runs.
 """
 
 import math
@@ -19,11 +20,13 @@ from scipy.special import log_ndtr, ndtri
 Group = tuple[str, ...]
 Row = Mapping[str, Any]
 
-# Runs after which a group counts as much as its parent. Occurrences of one job are alike: few tell much.
+# Runs after which a group counts as much as its parent. Occurrences of one job are alike: few tell much; so
+# do few how far predictions are off here, as what they do not know is the same for all runs.
 SHRINKAGE, OCCURRENCE_SHRINKAGE = 30.0, 3.0
 FIRST_SPREAD, LEAST_SPREAD = 0.5, 0.05  # standard deviations of the log-ratio
 WIDEST_RATIO = 1000.0  # an outcome further from its declaration than this is a broken row or a broken clock
 LEAST_SECONDS = 1.0
+WIDTH_EXPONENT = 0.9  # twice the GPUs, 1.87 times as fast: where only the declared width's duration is known
 CENSORED_ROUNDS = 4  # of guessing how long the running ones take, and learning from the guess
 
 
@@ -57,6 +60,7 @@ class JobProfile:
     declared_s: float
     tenant: str | None = None
     work: Work | None = None
+    predicted_s: float | None = None  # by the performance model, on the GPUs that it is to have
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,9 @@ class Estimates:
         return max(LEAST_SECONDS, math.exp(min(log_expected, 700.0)) - elapsed_s)
 
     def _expected(self, profile: JobProfile) -> tuple[float, Ratio]:
-        """Seconds by the work, or as declared, and how far from it jobs like this one end."""
+        """Seconds as predicted, by the work or as declared, and how far from it jobs like this one end."""
+        if _positive(profile.predicted_s):
+            return profile.predicted_s, self.ratio(profile, "predicted")
         by_work = _work_seconds(self.log_speeds, profile.kind, profile.gpus, profile.tenant, profile.work)
         if by_work is not None:
             return by_work, self.ratio(profile, "work")
@@ -106,8 +112,8 @@ def estimates(past: Iterable[Row], running: Iterable[Row] = ()) -> Estimates:
 
     They may also have `tenant`, and what work estimates need: `work` and `speed`, the amount per second and
     GPU, as a share of `peak_per_s` if that is given. Runs that failed or were cancelled say nothing of how
-    long the work takes: the caller leaves them out. A row without two positive finite durations is passed
-    over.
+    long the work takes: the caller leaves them out. `predicted_s` is what was predicted before the run, if
+    anything was. A row without two positive finite durations is passed over.
     """
     past, running = list(past), list(running)
     speeds = _speeds(past)
@@ -115,9 +121,15 @@ def estimates(past: Iterable[Row], running: Iterable[Row] = ()) -> Estimates:
     learned: dict[Group, Ratio] = {}
     for group in sorted(ended.keys() | lasting.keys(), key=len):
         parent = learned[group[:-1]] if group[:-1] in learned else Ratio(0.0, FIRST_SPREAD, 0)
-        strength = OCCURRENCE_SHRINKAGE if len(group) == OCCURRENCE_DEPTH else SHRINKAGE
+        alike = len(group) == OCCURRENCE_DEPTH or group[0] == "predicted"
+        strength = OCCURRENCE_SHRINKAGE if alike else SHRINKAGE
         learned[group] = _shrunk(ended.get(group, []), lasting.get(group, []), parent, strength)
     return Estimates(learned, speeds)
+
+
+def declared_at(declared_s: float, asked: int, gpus: int) -> float:
+    """The declared duration on another number of GPUs than was asked for first."""
+    return declared_s * math.pow(asked / gpus, WIDTH_EXPONENT)
 
 
 OCCURRENCE_DEPTH = 5  # length of the groups that hold occurrences of one job
@@ -138,6 +150,7 @@ def _by_group(rows: list[Row], speeds: Mapping[Group, float]) -> dict[Group, lis
         pairs = {
             "declared": row["declared_s"],
             "work": _work_seconds(speeds, kind, gpus, tenant, _work(row)),
+            "predicted": row.get("predicted_s"),
         }
         for by, expected_s in pairs.items():
             if (log_ratio := _log_ratio(expected_s, row["actual_s"])) is not None:

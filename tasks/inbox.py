@@ -19,6 +19,7 @@ from tasks.cluster import Site
 from tasks.facts import FactError, fact_key, read_json, write_fact
 from tasks.instants import text
 from tasks.jobs import Job, occurrences, read_job
+from tasks.predicted import Predictions, predictions_of
 from tasks.specfile import SpecError
 from tasks.storage import NotFoundError, Storage, StorageError
 from tasks.work import Amount, amount_of
@@ -77,10 +78,13 @@ def _take_spec(
     digest = hashlib.sha256(name.encode() + b"\0" + content).hexdigest()
     identity = job.id or f"{job.kind.replace('_', '-')}-{digest[:8]}"
     fact = fact_key("spec", now, identity)
-    work = None if job.schedule or identity in known else amount_of(job, site.storage)
+    work = predicted = None
+    if not job.schedule and identity not in known:
+        work, predicted = amount_of(job, site.storage), predictions_of(job, site.cluster, site.storage)
+    body = spec_fact(job, identity, name, digest, now, work=work, predicted=predicted)
     if identity in known:
         taken = known[identity]
-    elif write_fact(site.storage, fact, now, spec_fact(job, identity, name, digest, now, work=work)):
+    elif write_fact(site.storage, fact, now, body):
         taken = digest
     else:
         taken = str(read_json(site.storage, fact)["sha256"])
@@ -98,6 +102,7 @@ def spec_fact(
     now: datetime,
     occurrence: datetime | None = None,
     work: Amount | None = None,
+    predicted: Predictions | None = None,
 ) -> dict[str, Any]:
     """What is recorded of a job that is taken in; `occurrence` is set for one of a recurring job."""
     release = occurrence or max(job.not_before or now, now)
@@ -114,6 +119,7 @@ def spec_fact(
         "source": source,
         "sha256": digest,
         "work": None if work is None else asdict(work),
+        "predicted": None if predicted is None else asdict(predicted),
     }
 
 
@@ -136,8 +142,8 @@ def take_recurring(site: Site, templates: Iterable[dict[str, Any]], now: datetim
             continue
         for instant in occurrences(row["schedule"], row["last"], horizon, site.cluster.time_zone):
             identity = f"{row['job']}@{instant:%Y-%m-%dT%H:%MZ}"
-            work = amount_of(job, storage)
-            body = spec_fact(job, identity, row["source"], row["sha256"], now, instant, work)
+            work, predicted = amount_of(job, storage), predictions_of(job, site.cluster, storage)
+            body = spec_fact(job, identity, row["source"], row["sha256"], now, instant, work, predicted)
             if write_fact(storage, fact_key("spec", instant, identity), now, body):
                 made.append(identity)
     if broken:

@@ -20,6 +20,7 @@ from tasks.specfile import Strict, read_spec
 Kind = Literal["training", "batch_inference", "quantization"]
 JobId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 Duration = Annotated[str, Field(max_length=40)]
+MOST_WIDTHS = 16
 EARLIEST, LATEST = datetime(2000, 1, 1, tzinfo=UTC), datetime(2200, 1, 1, tzinfo=UTC)
 
 
@@ -28,7 +29,8 @@ class Job(Strict):
 
     id: JobId | None = None
     kind: Kind
-    gpus: Annotated[int, Field(ge=1)]
+    gpus: Annotated[int, Field(ge=1)]  # or a list of widths, the first of which sets the value
+    widths: tuple[int, ...] | None = None  # that list, where it has several
     priority: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)]
     duration: Duration
     max_duration: Duration | None = None
@@ -42,6 +44,27 @@ class Job(Strict):
     batch_inference: dict[str, Any] | None = None
     quantization: dict[str, Any] | None = None
     command: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _elastic(cls, data: Any) -> Any:
+        """`gpus: [8, 16, 32]` is the width 8, and the choice of all three."""
+        if not isinstance(data, dict) or not isinstance(data.get("gpus"), list):
+            return data
+        widths = data["gpus"]
+        whole = all(isinstance(width, int) and not isinstance(width, bool) and width >= 1 for width in widths)
+        if not whole or not 1 <= len(set(widths)) == len(widths) <= MOST_WIDTHS:
+            expected = f"expected a whole number, or up to {MOST_WIDTHS} different ones such as [8, 16]"
+            raise ValueError(f"gpus: {widths!r:.80}: {expected}")
+        return {**data, "gpus": widths[0], **({"widths": widths} if len(widths) > 1 else {})}
+
+    @model_validator(mode="after")
+    def _first_width(self) -> Self:
+        if self.widths is not None and (
+            not self.widths or self.widths[0] != self.gpus or min(self.widths) < 1
+        ):
+            raise ValueError("widths: expected those that gpus lists; write gpus: [8, 16, 32]")
+        return self
 
     @field_validator("duration", "max_duration")
     @classmethod
@@ -124,7 +147,8 @@ def misfit(job: Job, cluster: Cluster) -> str | None:
     for gpu in job.gpu_types or ():
         if gpu not in known:
             return f"gpu_types: no node has {gpu}; the cluster has {', '.join(sorted(known))}"
-    return width_misfit(job.gpus, cluster, job.gpu_types or ())
+    found = (width_misfit(width, cluster, job.gpu_types or ()) for width in job.widths or (job.gpus,))
+    return next(filter(None, found), None)
 
 
 def width_misfit(gpus: int, cluster: Cluster, gpu_types: Collection[str] = ()) -> str | None:

@@ -28,7 +28,7 @@ class Projected:
 
 
 def _spec(key: str, fact: Payload) -> Rows:
-    spec, work = fact["spec"], fact.get("work") or {}
+    spec, work, predicted = fact["spec"], fact.get("work") or {}, fact.get("predicted") or {}
     row = {
         "job": str(fact["job"]),
         "template": _text(fact.get("template")),
@@ -51,8 +51,17 @@ def _spec(key: str, fact: Payload) -> Rows:
         "key": key,
         "work": _maybe(work.get("amount")),
         "precision": _text(work.get("precision")),
+        "widths": list(map(int, spec["widths"])) if spec.get("widths") else None,
+        "predicted": json.dumps([_run(run) for run in predicted["runs"]]) if predicted else None,
+        "unpredicted": list(map(str, predicted["problems"])) if predicted else None,
     }
     return {"specs": [row]}
+
+
+def _run(run: Payload) -> Payload:
+    """One prediction, checked."""
+    figures = {name: _number(run[name]) for name in ("seconds", "low", "high", "mfu")}
+    return {"gpu": str(run["gpu"]), "gpus": int(run["gpus"]), **figures, "reason": str(run["reason"])}
 
 
 def _rejected(_: str, fact: Payload) -> Rows:

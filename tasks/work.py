@@ -59,19 +59,28 @@ def work_on(amount: float | None, precision: str | None, gpu_types: Iterable[str
         return None
 
 
-def _training(job: Job, section: dict[str, Any], storage: Storage) -> Amount | None:
+def training_config(section: dict[str, Any], storage: Storage) -> TrainingConfig:
+    """The configuration that a spec's section holds or names. Raises ConfigError, StorageError."""
     config = section["config"]
     if isinstance(config, str):
         place, key = located(storage, config)
-        training = parse_config(place.read(key, MOST_BYTES).decode(), config)
-    else:
-        training = checked(TrainingConfig, config, "config")
+        return parse_config(place.read(key, MOST_BYTES).decode(), config)
+    return checked(TrainingConfig, config, "config")
+
+
+def sequences_of(training: TrainingConfig, gpus: int) -> int:
+    """Sequences in a step on so many GPUs. Raises ConfigError when they cannot share the global batch."""
+    passes = training.accumulation_for(gpus)
+    return training.global_batch or int(training.micro_batch) * passes * gpus
+
+
+def _training(job: Job, section: dict[str, Any], storage: Storage) -> Amount | None:
+    training = training_config(section, storage)
     if training.model not in SHIPPED or training.precision == "auto":
         return None
-    sequences = training.global_batch  # given wherever micro_batch is auto
-    if sequences is None:
-        sequences = int(training.micro_batch) * training.accumulation_for(job.gpus) * job.gpus
-    tokens = sequences * training.seq_len * training.steps
+    if job.widths and training.global_batch is None:  # a step is larger the wider the job becomes
+        return None
+    tokens = sequences_of(training, job.gpus) * training.seq_len * training.steps
     return Amount(
         float(flops_per_token(shape_of(training.model), training.seq_len)) * tokens,
         training.precision.removesuffix("_master"),
