@@ -37,7 +37,7 @@ class Gpu:
     source: str
     matmul_tflops: float | None = None  # the best plain bf16 matmul that was measured on one
     watts: float | None = None  # the board's limit, which is what long matmuls run into
-    exponentials_t_per_s: float | None = None  # 1e12/s: multiprocessors × 16 (32 on B300) a clock × clock
+    exponentials_t_per_s: float | None = None  # 1e12/s
     network_gb_per_s: float = 25.0  # one way for each GPU between NVLink domains, in the maker's own systems
     domain_gpus: int = 8  # that NVLink joins in the maker's own systems
 
@@ -52,6 +52,17 @@ class Peak:
 
 T = 1e12
 # Datasheets print the figure with 2:4 sparsity; these are the dense halves.
+# What else the roofline uses, and where it is from:
+# - watts: the makers' board limits; glennklockwood.com/garden/processors/B200 and B300 give 1000 (B200), 1200
+#   (in GB200) and 1400 (B300, GB300).
+# - exponentials: counted, multiprocessors × 16 a clock × boost clock; on Blackwell Ultra twice as many
+#   (developer.nvidia.com/blog/making-softmax-more-efficient-with-nvidia-blackwell-ultra). Where there is no
+#   figure, the roofline takes a typical one.
+# - domains: eight on the makers' boards with NVLink or its like, 72 in NVL72 racks, one on PCIe.
+# - network: one adapter a GPU in the makers' own systems: 200 Gb/s beside A100, 400 beside Hopper and
+#   Blackwell, 800 beside Blackwell Ultra (72 ConnectX-8 of 800G in a GB300 NVL72:
+#   ai-infrastructure.net/nvidia-blackwell-platform). For L40S, A10G and RTX 4090, which come in systems of
+#   all kinds, it is an assumption: 200 and 50 Gb/s.
 GPUS: tuple[Gpu, ...] = (
     Gpu(
         "A100 SXM",

@@ -38,7 +38,7 @@ def curve(predictions: Sequence[Prediction], price_per_gpu_hour: float | None) -
     counts = [said.gpus for said in predictions]
     low, high = math.log2(min(counts)) - 0.5, math.log2(max(counts)) + 0.5
     costs = [said.cost_per_trillion_tokens(price_per_gpu_hour or 1.0) for said in predictions]
-    dearest = 1.1 * max(costs)
+    dearest = 5 * _round_above(max(costs) / 5)  # the axis has five lines
 
     def x(gpus: float) -> float:
         return _LEFT + _WIDTH * (math.log2(gpus) - low) / (high - low)
@@ -105,7 +105,10 @@ def stacked_bars(bars: Mapping[str, Mapping[str, float]], title: str) -> str:
                 f"fill='{colour.get(piece, _INK)}'>"
                 f"<title>{escape(f'{name}: {piece} {size:.4g}')}</title></rect>"
             )
+            if (inside := f"{size:.3g}") and width >= 8 * len(inside):
+                parts.append(_text(left + width / 2, top + 15, inside, "#fff", "middle"))
             left += width
+        parts.append(_text(left + 8, top + 15, f"{sum(pieces.values()):.4g}", _INK))
     bottom = 40 + 30 * len(bars) + 8
     parts += _legend(colour, bottom)
     return _sheet(parts, _LEFT + _WIDTH + 90, bottom + 34)
@@ -148,6 +151,12 @@ def _points(points: Sequence[tuple[float, float]]) -> str:
 
 def _text(x: float, y: float, text: str, colour: str, anchor: str = "start") -> str:
     return f"<text x='{x:.1f}' y='{y:.1f}' fill='{colour}' text-anchor='{anchor}'>{escape(text)}</text>"
+
+
+def _round_above(value: float) -> float:
+    """The next number that people like to read on an axis."""
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(power * digit for digit in (1, 2, 2.5, 3, 4, 5, 6, 8, 10) if power * digit >= value)
 
 
 def _short(value: float) -> str:
