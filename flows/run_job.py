@@ -51,17 +51,28 @@ def _finish(order: Order, outcome: Outcome) -> Any:
 
 def _show(order: Order, outcome: Outcome) -> None:
     """`run-<job>`: what became of the run, and where its outputs and its log are."""
-    shown: dict[str, Any] = {
-        "state": outcome.state,
-        "error": outcome.error or "",
-        **{name: value for name, value in (outcome.metrics or {}).items() if not isinstance(value, dict)},
-        "outputs": _link(order.storage.root, f"outputs/{order.job}/"),
-        "log": _link(order.storage.root, f"logs/{order.job}/{order.attempt}-{order.rank}.log"),
-    }
-    rows: list[dict[str, Any]] = [{"figure": name, "value": value} for name, value in shown.items()]
+    rows: list[dict[str, Any]] = [
+        {"figure": name, "value": value} for name, value in run_figures(order, outcome).items()
+    ]
     create_table_artifact(
         rows, key=artifact_key(order.job), description=f"{order.job}, attempt {order.attempt}"
     )
+
+
+def run_figures(order: Order, outcome: Outcome) -> dict[str, Any]:
+    """What people see of a run: its state, its metrics, what its levers saved at this node's price."""
+    metrics = {name: value for name, value in (outcome.metrics or {}).items() if not isinstance(value, dict)}
+    metrics.pop("breakdowns", None)  # of every rank, for programs; people read step_ms
+    price, saved = order.node["price_per_gpu_hour"], metrics.get("saved_gpu_hours")
+    if price and isinstance(saved, int | float):
+        metrics["saved_cost"] = saved * price
+    return {
+        "state": outcome.state,
+        "error": outcome.error or "",
+        **metrics,
+        "outputs": _link(order.storage.root, f"outputs/{order.job}/"),
+        "log": _link(order.storage.root, f"logs/{order.job}/{order.attempt}-{order.rank}.log"),
+    }
 
 
 def artifact_key(job: str) -> str:

@@ -12,6 +12,7 @@ import difflib
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from training.record import versions
 from training.trainer import OutOfMemory, Stopped, TrainingError, train, write_curve
 from training.tuner import open_levers
 
+TUNING_HOURS = "SLOTWISE_TUNING_HOURS"  # what measuring the levers took of this attempt
 WORKER = "SLOTWISE_WORKER"  # set in the processes that this one started, one per GPU
 
 
@@ -71,6 +73,7 @@ def train_job(program: Program) -> None:
     may_measure = not started and program.nodes == 1
     if may_measure and open_levers(config):
         _check_gpus(program)
+    began = time.monotonic()
     config, known, key = tuned(
         program.storage,
         config,
@@ -80,6 +83,9 @@ def train_job(program: Program) -> None:
         may_measure,
         _say,
     )
+    if not started:
+        measured = known is not None and known.job == program.output
+        os.environ[TUNING_HOURS] = str((time.monotonic() - began) / 3600 if measured else 0.0)
     if processes > 1 and not started:
         _start_workers(program, processes)
         return
@@ -151,7 +157,7 @@ def _train(program: Program, config: TrainingConfig, model: str, known: Remember
     surroundings = {"model": model, "seq_len": config.seq_len, **_surroundings(program, known)}
 
     def told(metrics: dict[str, Any]) -> dict[str, Any]:
-        return {**gain(metrics, known.plain if known else None), **surroundings}
+        return {**_saved(program, gain(metrics, known.plain if known else None)), **surroundings}
 
     def report(metrics: dict[str, Any]) -> None:
         program.metrics.update(**told(metrics))
@@ -188,6 +194,14 @@ def _train(program: Program, config: TrainingConfig, model: str, known: Remember
     with contextlib.suppress(OSError):
         curve.unlink()
     program.metrics.update(outputs=[f"{program.output}/model", f"{program.output}/curve.jsonl"])
+
+
+def _saved(program: Program, metrics: dict[str, Any]) -> dict[str, Any]:
+    """The metrics, with the GPU-hours that the plain loop would have taken more, less those of measuring."""
+    if "saved_hours" not in metrics:
+        return metrics
+    hours = metrics["saved_hours"] - float(os.environ.get(TUNING_HOURS, "0"))
+    return {**metrics, "saved_gpu_hours": hours * program.gpus * program.nodes}
 
 
 def _check_gpus(program: Program) -> None:

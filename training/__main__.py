@@ -20,7 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return carried_out(trains[asked.command], asked)
     try:
         text, code = asked.answer(asked)
-        print(text)
+        if text:
+            print(text)
         return int(code)
     except (models.ModelError, hardware.HardwareError, trace.TraceError) as error:
         print(f"training: {error}", file=sys.stderr)

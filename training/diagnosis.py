@@ -14,9 +14,11 @@ from typing import Any
 
 from training import models
 from training.picture import stacked_bars
+from training.signs import COLLECTIVES, GRAPH_BREAKS, HOST_READ_IDLE, HOST_READS, UNPINNED
 from training.trace import CAUSES, Breakdown, TraceError, read, stragglers
 
 WORTH_NAMING = 0.05  # of the step
+BEST_ON_GPU = 0.8  # of the published peak, that the best measured plain matmuls reach
 # cause: what people call it, and what to do when it is large.
 WORDS = {
     "compute": ("compute", ""),
@@ -37,9 +39,8 @@ WORDS = {
 def register(commands: Any) -> None:
     """Add the command to a parser; the parsed arguments carry the function to call as `answer`."""
     diagnose = commands.add_parser("diagnose", help="say where the time of a profiled run goes")
-    diagnose.add_argument(
-        "config", type=Path, nargs="?", help="a YAML file, run for a few steps in one process"
-    )
+    diagnose.add_argument("config", type=Path, nargs="?", help="a YAML file, run for a few steps")
+    diagnose.add_argument("--processes", type=int, default=1, help="that run it, on this machine")
     diagnose.add_argument(
         "--trace", type=Path, nargs="+", metavar="FILE", help="instead: torch.profiler traces, one a rank"
     )
@@ -58,36 +59,78 @@ def _answer(asked: argparse.Namespace) -> tuple[str, int]:
     if (asked.config is None) == (asked.trace is None):
         raise models.ModelError("diagnose: expected either a configuration or --trace")
     won: list[tuple[str, float]] = []
+    mfu, remedy = asked.mfu, None
     if asked.trace:
         ranks = read(asked.trace)
     else:
-        ranks, won = _live(asked.config, not asked.no_levers)
+        if asked.processes > 1 and "RANK" not in os.environ:
+            return "", _on_several(asked)
+        ranks, measured, won, remedy = _live(asked.config, not asked.no_levers)
+        mfu = mfu or measured
+        if not ranks:
+            return "", 0  # the first of several processes speaks for all
     if asked.svg:
         _write(asked.svg, drawing(ranks))
     if asked.json:
         levers = [{"line": line, "times": times} for line, times in won]
-        return json.dumps(as_json(ranks, asked.mfu) | {"levers": levers}), 0
-    gains = [f"{line:28} {times:.2f} ×" for line, times in won]
-    return "\n".join([*table(ranks, asked.mfu), "", *words(ranks), *([""] if gains else []), *gains]), 0
+        return json.dumps(as_json(ranks, mfu) | {"levers": levers, "next_lever": remedy}), 0
+    lines = [*table(ranks, mfu), "", *words(ranks)]
+    if mfu:
+        costs = three_causes(ranks, mfu).items()
+        lines += [
+            "",
+            f"of the MFU of {mfu:.1%}: " + ", ".join(f"{name} {cost:.1f} points" for name, cost in costs),
+        ]
+    if won:
+        lines += ["", *(_gain_line(line, times, mfu) for line, times in won)]
+    elif remedy:
+        lines += ["", f"to try next: {remedy}"]
+    return "\n".join(lines), 0
 
 
-def _live(file: Path, levers: bool) -> tuple[list[Breakdown], list[tuple[str, float]]]:
-    """The breakdown of a configuration's own steps, and what each lever wins. Raises TraceError."""
+def _gain_line(line: str, times: float, mfu: float | None) -> str:
+    """What a lever wins, in speed and, in the same precision, in MFU points."""
+    known = mfu is not None and not line.startswith("precision")
+    return f"{line:36} {times:.2f} ×" + (
+        f"  {100 * mfu * (times - 1):+.1f} MFU points" if known and mfu else ""
+    )
+
+
+def _on_several(asked: argparse.Namespace) -> int:
+    """Diagnose in several processes of this machine; the exit code. The first of them answers."""
+    from training.processes import free_port, launch
+
+    command = [sys.executable, "-m", "training", "diagnose", str(asked.config)]
+    command += [f"--{name}={value}" for name in ("mfu", "svg") if (value := getattr(asked, name)) is not None]
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return launch([*command, *(["--json"] if asked.json else [])], asked.processes, environment, 0, 1)
+
+
+def _live(
+    file: Path, levers: bool
+) -> tuple[list[Breakdown], float | None, list[tuple[str, float]], str | None]:
+    """The breakdowns of a configuration's own steps, its MFU, what each lever wins, and what to try next.
+
+    What levers win is measured in one process alone. Raises TraceError.
+    """
     from training.capture import captured, gains
     from training.config import ConfigError, load_config
     from training.data import DataError
+    from training.remedies import next_lever
     from training.tokenizer import TokenizerError
     from training.trainer import TrainingError
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise TraceError(
-            f"{file}: is diagnosed in one process; give the traces of several ranks with --trace"
-        )
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
     try:
         config = load_config(file)
-        found = [captured(config)]
+        found, mfu = captured(config)
+        if not found:
+            return [], mfu, [], None
         say = partial(print, file=sys.stderr, flush=True)
-        return found, [(gain.line, gain.times) for gain in gains(config, say)] if levers else []
+        measured = gains(config, say) if levers and processes == 1 else []
+        remedy = next_lever(found, config, processes, any(one.device == "cuda" for one in found))
+        line = None if remedy is None else f"{remedy[0]} ({remedy[1]})"
+        return found, mfu, [(gain.line, gain.times) for gain in measured], line
     except (ConfigError, DataError, TokenizerError, TrainingError) as error:
         raise TraceError(str(error)) from None
 
@@ -103,7 +146,7 @@ def table(ranks: Sequence[Breakdown], mfu: float | None = None) -> list[str]:
     lines = [heading + ("   MFU points" if mfu else "")]
     for cause in CAUSES:
         cells = "".join(f"{1e3 * one.seconds[cause] / one.steps:12.2f}" for one in ranks)
-        share = _share(ranks, cause)
+        share = share_of(ranks, cause)
         cost = f"{points(share, mfu):13.1f}" if mfu and cause != "compute" else ""
         lines.append(f"{WORDS[cause][0]:22}{cells}{share:9.1%}{cost}")
     total = "".join(f"{1e3 * one.total / one.steps:12.2f}" for one in ranks)
@@ -113,19 +156,55 @@ def table(ranks: Sequence[Breakdown], mfu: float | None = None) -> list[str]:
 
 def words(ranks: Sequence[Breakdown]) -> list[str]:
     """A sentence for each cause that is worth one, the largest first, and one for each straggler."""
-    named = sorted((cause for cause in CAUSES if cause != "compute"), key=lambda cause: -_share(ranks, cause))
+    named = sorted(
+        (cause for cause in CAUSES if cause != "compute"), key=lambda cause: -share_of(ranks, cause)
+    )
     lines = [
-        f"{WORDS[cause][0]} takes {_share(ranks, cause):.0%} of the step; without it the run is "
-        f"{1 / (1 - min(_share(ranks, cause), 0.99)):.2f} × as fast: {WORDS[cause][1]}"
+        f"{WORDS[cause][0]} takes {share_of(ranks, cause):.0%} of the step; without it the run is "
+        f"{1 / (1 - min(share_of(ranks, cause), 0.99)):.2f} × as fast: {WORDS[cause][1]}"
         for cause in named
-        if _share(ranks, cause) >= WORTH_NAMING
+        if share_of(ranks, cause) >= WORTH_NAMING
     ]
+    lines += _signs(ranks)
     for rank, excess in stragglers(ranks):
         steps = next(one.steps for one in ranks if one.rank == rank)
         lines.append(
             f"rank {rank} straggles: {1e3 * excess / steps:.2f} ms of each step, the others wait for it"
         )
     return lines or ["nothing beside computing takes a twentieth of the step"]
+
+
+def _signs(ranks: Sequence[Breakdown]) -> list[str]:
+    """A sentence for each well-known mistake that explains enough of the step."""
+    whole, steps = sum(one.total for one in ranks), sum(one.steps for one in ranks)
+
+    def sum_of(sign: str) -> float:
+        return sum(one.signs.get(sign, 0.0) for one in ranks)
+
+    lines = []
+    if (unpinned := sum_of(UNPINNED)) >= WORTH_NAMING * whole:
+        lines.append(
+            f"un-pinned copies take {1e3 * unpinned / steps:.2f} ms of each step ({unpinned / whole:.0%}): "
+            "pin the host's memory and copy without blocking (pinned: true)"
+        )
+    if (idle := sum_of(HOST_READ_IDLE)) >= WORTH_NAMING * whole:
+        lines.append(
+            f"the device stands idle {1e3 * idle / steps:.2f} ms of each step ({idle / whole:.0%}) after the "
+            f"host waited for it, with {sum_of(HOST_READS) / steps:.0f} values read by .item() or the like: "
+            "read them once, at the end of the step"
+        )
+    if broken := max(one.signs.get(GRAPH_BREAKS, 0.0) for one in ranks):
+        lines.append(
+            f"torch.compile broke its graph {broken:.0f} times: what lies between runs uncompiled, and "
+            "nothing is fused across it; TORCH_LOGS=graph_breaks says where"
+        )
+    if share_of(ranks, "communication") >= WORTH_NAMING and (count := sum_of(COLLECTIVES)):
+        each = sum(one.seconds["communication"] for one in ranks) / count
+        lines.append(
+            f"the exposed communication is {count / steps:.0f} collectives a step, {1e3 * each:.2f} ms "
+            "of each: fewer and larger ones (bucket_mb: 100) cost less"
+        )
+    return lines
 
 
 def as_json(ranks: Sequence[Breakdown], mfu: float | None = None) -> dict[str, Any]:
@@ -141,13 +220,13 @@ def as_json(ranks: Sequence[Breakdown], mfu: float | None = None) -> dict[str, A
             }
             for one in ranks
         ],
-        "shares": {cause: _share(ranks, cause) for cause in CAUSES},
+        "shares": {cause: share_of(ranks, cause) for cause in CAUSES},
         "stragglers": [{"rank": rank, "seconds": excess} for rank, excess in stragglers(ranks)],
         "words": words(ranks),
     }
     if mfu:
         found["mfu_points"] = {
-            cause: points(_share(ranks, cause), mfu) for cause in CAUSES if cause != "compute"
+            cause: points(share_of(ranks, cause), mfu) for cause in CAUSES if cause != "compute"
         }
     return found
 
@@ -163,7 +242,22 @@ def drawing(ranks: Sequence[Breakdown]) -> str:
     )
 
 
-def _share(ranks: Sequence[Breakdown], cause: str) -> float:
+def three_causes(ranks: Sequence[Breakdown], mfu: float) -> dict[str, float]:
+    """MFU points that each of the usual three causes costs: memory movement (waiting for data, host/device
+    copies), hardware that the work does not fill (idle time, and compute that takes longer than the FLOPs
+    would at the best that matmuls reach), and communication that nothing hides."""
+    best = BEST_ON_GPU if ranks[0].device == "cuda" else 1.0  # a processor's peak was measured with a matmul
+    computing = max(share_of(ranks, "compute") - mfu / best, 0.0)
+    shares = {
+        "memory movement": share_of(ranks, "data") + share_of(ranks, "copies"),
+        "unfilled hardware": share_of(ranks, "idle") + computing,
+        "communication": share_of(ranks, "communication"),
+    }
+    return {cause: points(share, mfu) for cause, share in shares.items()}
+
+
+def share_of(ranks: Sequence[Breakdown], cause: str) -> float:
+    """Of the time of all ranks."""
     return sum(one.seconds[cause] for one in ranks) / sum(one.total for one in ranks)
 
 

@@ -13,8 +13,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from training.data import Windows
+from training.trace import WAITING
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,10 @@ class Feed:
     def take(self, ask: Ask, following: Sequence[Ask] = ()) -> torch.Tensor:
         """The rows that are asked for; those that follow are begun."""
         found = self.ready.pop(ask, None)
-        rows, event = (found.result() if isinstance(found, Future) else found) or self._make(ask)
+        if isinstance(found, Future):
+            with record_function(WAITING):
+                found = found.result()
+        rows, event = found or self._make(ask)
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
             rows.record_stream(torch.cuda.current_stream(self.device))
@@ -55,7 +60,8 @@ class Feed:
         return rows
 
     def _make(self, ask: Ask) -> tuple[torch.Tensor, Any]:
-        rows = self.windows.at(ask.position, ask.count)
+        with record_function(WAITING):  # in a thread of its own nobody waits for it, as a trace shows
+            rows = self.windows.at(ask.position, ask.count)
         if self.device.type != "cuda":
             return rows, None
         if self.pinned:

@@ -83,12 +83,17 @@ def mfu_of(found: Probe, processes: int) -> float | None:
 
 
 def gain(metrics: dict[str, Any], plain: Baseline | None) -> dict[str, Any]:
-    """A run's metrics, with what the plain loop reached beside them if that is known."""
+    """A run's metrics, with what the plain loop reached beside them if that is known, and the hours by which
+    it would have taken longer for the same tokens."""
     if plain is None:
         return metrics
-    rate = metrics.get("tokens_per_s")
+    rate, tokens = metrics.get("tokens_per_s"), metrics.get("tokens")
     found = {"plain_tokens_per_s": plain.tokens_per_s, "plain_mfu": plain.mfu}
-    return {**metrics, **found, **({"gain": rate / plain.tokens_per_s} if rate else {})}
+    if rate:
+        found["gain"] = rate / plain.tokens_per_s
+    if rate and tokens:
+        found["saved_hours"] = tokens * (1 / plain.tokens_per_s - 1 / rate) / 3600
+    return {**metrics, **found}
 
 
 def launch_workers(

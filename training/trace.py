@@ -11,18 +11,19 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from training.signs import HOST_READ_IDLE, signs
+from training.spans import Spans, both, length, merged, span, without
 
 CAUSES = ("compute", "optimizer", "copies", "communication", "data", "idle")
 STRAGGLES = 0.05  # more than the median rank's own work, as a share of the step
 
 WAITING = "making a batch"  # a range that a loop of one's own marks so is waiting for data too
 _DATA = ("enumerate(DataLoader)", WAITING)
-
-Spans = list[tuple[float, float]]  # sorted, apart
 
 
 class TraceError(Exception):
@@ -38,11 +39,21 @@ class Breakdown:
     seconds: dict[str, float]
     hidden_communication: float  # seconds that ran beside something else
     device: str  # cuda or cpu
+    signs: dict[str, float] = field(default_factory=dict)  # see training.signs
 
     @property
     def total(self) -> float:
         """Seconds of all steps."""
         return sum(self.seconds.values())
+
+    def at_most(self, step_seconds: float) -> "Breakdown":
+        """The breakdown without the time that the profiler itself took, as steps last so long without it."""
+        added = max(self.total - step_seconds * self.steps, 0.0)
+        idle = max(self.seconds["idle"] - added, 0.0)
+        found = {
+            name: min(value, idle) if name == HOST_READ_IDLE else value for name, value in self.signs.items()
+        }
+        return replace(self, seconds={**self.seconds, "idle": idle}, signs=found)
 
     def share(self, cause: str) -> float:
         """Of the time."""
@@ -77,21 +88,24 @@ def breakdown(events: list[dict[str, Any]], rank: int, name: str = "trace") -> B
     parts = _on_device(spans, kernels) if kernels else _on_host(spans)
     if not any(parts.values()):
         raise TraceError(f"{name}: no kernels and no CPU ops; expected a trace of torch.profiler")
-    within = _merged(_span(event) for event in steps) or _hull(parts.values())
+    within = merged(span(event) for event in steps) or _hull(parts.values())
     within = _whole_device_steps(within, parts) if kernels else within
-    clipped = {cause: _both(part, within) for cause, part in parts.items()}
+    clipped = {cause: both(part, within) for cause, part in parts.items()}
     order = ("compute", "optimizer", "copies", "communication", "data")
     if not kernels:
         order = ("data", "optimizer", "compute", "copies", "communication")
-    seconds, taken = {}, Spans()
+    seconds, taken, taken_by = {}, Spans(), {}
     for cause in order:
-        own = _without(clipped[cause], taken)
-        seconds[cause] = _length(own)
-        taken = _merged([*taken, *own])
-    seconds["idle"] = _length(within) - _length(taken)
-    hidden = _length(clipped["communication"]) - seconds["communication"]
+        own = without(clipped[cause], taken)
+        taken_by[cause] = own
+        seconds[cause] = length(own)
+        taken = merged([*taken, *own])
+    seconds["idle"] = length(within) - length(taken)
+    hidden = length(clipped["communication"]) - seconds["communication"]
     ordered = {cause: seconds[cause] / 1e6 for cause in CAUSES}
-    return Breakdown(rank, max(len(steps), 1), ordered, hidden / 1e6, "cuda" if kernels else "cpu")
+    nothing = without(within, taken)
+    found = signs(spans, within, nothing, taken_by["copies"], bool(kernels))
+    return Breakdown(rank, max(len(steps), 1), ordered, hidden / 1e6, "cuda" if kernels else "cpu", found)
 
 
 def stragglers(ranks: Sequence[Breakdown]) -> list[tuple[int, float]]:
@@ -116,15 +130,15 @@ def _on_device(spans: list[dict[str, Any]], kernels: list[dict[str, Any]]) -> di
         for event in spans
         if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
     }
-    optimizing = _merged(
-        _span(event) for event in spans if _is_optimizer(event) and event.get("cat") != _GPU_RANGE
+    optimizing = merged(
+        span(event) for event in spans if _is_optimizer(event) and event.get("cat") != _GPU_RANGE
     )
     found: dict[str, list[tuple[float, float]]] = {cause: [] for cause in CAUSES}
     for event in kernels:
         launch = launched.get(event.get("args", {}).get("correlation"))
-        found[_device_cause(event, launch, optimizing)].append(_span(event))
-    found["data"] = [_span(event) for event in spans if _is_data(event)]
-    return {cause: _merged(part) for cause, part in found.items() if cause != "idle"}
+        found[_device_cause(event, launch, optimizing)].append(span(event))
+    found["data"] = [span(event) for event in spans if _is_data(event)]
+    return {cause: merged(part) for cause, part in found.items() if cause != "idle"}
 
 
 _GPU_RANGE = "gpu_user_annotation"
@@ -149,14 +163,14 @@ def _on_host(spans: list[dict[str, Any]]) -> dict[str, Spans]:
     for event in spans:
         name = str(event.get("name", "")).casefold()
         if _is_data(event):
-            found["data"].append(_span(event))
+            found["data"].append(span(event))
         elif _is_optimizer(event):
-            found["optimizer"].append(_span(event))
+            found["optimizer"].append(span(event))
         elif name.startswith(("gloo:", "mpi:", "nccl:")):
-            found["communication"].append(_span(event))
+            found["communication"].append(span(event))
         elif event.get("cat") == "cpu_op" and not name.startswith("c10d::"):
-            found["compute"].append(_span(event))
-    return {cause: _merged(part) for cause, part in found.items() if cause != "idle"}
+            found["compute"].append(span(event))
+    return {cause: merged(part) for cause, part in found.items() if cause != "idle"}
 
 
 def _is_data(event: dict[str, Any]) -> bool:
@@ -184,45 +198,6 @@ def _load(file: Path, place: int) -> tuple[list[dict[str, Any]], int]:
         raise TraceError(f"{file}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, EOFError, zlib.error, AttributeError) as error:
         raise TraceError(f"{file}: not a Chrome trace: {' '.join(str(error).split())[:120]}") from None
-
-
-def _span(event: dict[str, Any]) -> tuple[float, float]:
-    return float(event["ts"]), float(event["ts"]) + float(event["dur"])
-
-
-def _merged(spans: Iterable[tuple[float, float]]) -> Spans:
-    found = Spans()
-    for low, high in sorted(spans):
-        if found and low <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], high))
-        elif high > low:
-            found.append((low, high))
-    return found
-
-
-def _without(spans: Spans, other: Spans) -> Spans:
-    """What of `spans` lies outside `other`; both sorted and merged."""
-    found, place = Spans(), 0
-    for low, high in spans:
-        while place < len(other) and other[place][1] <= low:
-            place += 1
-        at = place
-        while at < len(other) and other[at][0] < high:
-            if other[at][0] > low:
-                found.append((low, other[at][0]))
-            low = max(low, other[at][1])
-            at += 1
-        if low < high:
-            found.append((low, high))
-    return found
-
-
-def _both(spans: Spans, other: Spans) -> Spans:
-    return _without(spans, _without(spans, other))
-
-
-def _length(spans: Spans) -> float:
-    return sum(high - low for low, high in spans)
 
 
 def _hull(parts: Iterable[Spans]) -> Spans:

@@ -7,6 +7,7 @@ processes. Nothing of a step is lost when the micro-batch changes: that happens 
 is made again. The cost: the loss of each step is read back, so host and device meet once a step.
 """
 
+import contextlib
 import json
 import math
 import time
@@ -167,6 +168,7 @@ class Run:
         self.own_batch = self.micro_batch * self.accumulation
         self.start = Progress(0, 0, ())
         self.evaluated: dict[str, Any] = {}
+        self.diagnosed: dict[str, Any] = {}
 
     def build(self, device: "torch.device", windows: Windows, given: "nn.Module | None") -> None:
         """Make the model and the optimizer, spread them, and restore the newest checkpoint, if any."""
@@ -204,6 +206,8 @@ class Run:
         """Train to the last step."""
         from training.adapt import Adaptation
         from training.feed import Feed
+        from training.remedies import diagnosed
+        from training.step_profile import StepProfile
 
         config, progress = self.config, self.start
         saved = self.writer.saved = progress.step
@@ -211,15 +215,26 @@ class Run:
         adaptation = Adaptation(self) if config.adapt is True else None
         ahead = 0 if config.prefetch_batches == "auto" else config.prefetch_batches
         workers = 0 if config.loader_workers == "auto" else config.loader_workers
-        with Feed(windows, self.device, ahead, workers, config.pinned is True) as feed:
+        profile = StepProfile(
+            config.profile_steps, config.steps - progress.step, self.accumulation, self.device, self.log
+        )
+        with (
+            Feed(windows, self.device, ahead, workers, config.pinned is True) as feed,
+            contextlib.closing(profile),
+        ):
             while progress.step < config.steps:
                 watchdog.beat(f"step {progress.step + 1}")
+                untimed = fresh or profile.before()
                 began = time.perf_counter()
                 loss, stop, problem = self.step(feed, progress, stopping())
                 seconds = time.perf_counter() - began
-                progress = self.after(progress, loss, problem, 0.0 if fresh else seconds)
-                if adaptation and not fresh:
+                progress = self.after(progress, loss, problem, 0.0 if untimed else seconds)
+                profiled = profile.after(seconds, self.world)
+                if adaptation and not untimed:
                     adaptation.after(seconds)
+                if profiled:
+                    share = self.metrics(progress).get("mfu")
+                    self.diagnosed = diagnosed(profiled, config, share, self.world.size)
                 last = progress.step == config.steps
                 if config.eval_every and progress.step % config.eval_every == 0 and not last:
                     self.evaluated = {"eval_step": progress.step, "eval_loss": self.evaluate(held_out)}
@@ -355,6 +370,7 @@ class Run:
             "steps_total": self.config.steps,
             "progress": progress.step / self.config.steps,
             "loss": progress.losses[-1] if progress.losses else None,
+            "tokens": progress.tokens,
             "flops": self.flops_per_token * progress.tokens,
             "mfu_convention": CONVENTION,
             "precision": self.config.precision,
@@ -363,6 +379,7 @@ class Run:
             "accumulation": self.accumulation,
             "levers": json.dumps(levers_on(self.config)),
             **self.evaluated,
+            **self.diagnosed,
         }
         if not progress.seconds:
             return found

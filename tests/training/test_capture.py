@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from training.__main__ import main
-from training.capture import candidates, captured, gains
+from training.capture import captured
 from training.config import TrainingConfig
 from training.data import Windows
 from training.diagnosis import words
+from training.remedies import candidates
 
 SMALL = TrainingConfig(model="llama-micro", seq_len=16, micro_batch=1, global_batch=2, held_out_windows=1)
 
@@ -23,15 +24,16 @@ def test_a_slow_loader_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> No
         return made(self, position, count)
 
     monkeypatch.setattr(Windows, "at", slow)
-    found = captured(SMALL, steps=2)
+    (found,), mfu = captured(SMALL, steps=2)
     assert found.steps == 2
+    assert mfu is not None
     assert found.seconds["data"] >= 2 * 0.2
     assert any(line.startswith("waiting for data takes") for line in words([found]))
 
 
-def test_each_candidate_changes_one_line_and_keeps_the_global_batch() -> None:
+def test_each_candidate_changes_one_lever_and_keeps_the_global_batch() -> None:
     config = SMALL.model_copy(update={"global_batch": 8, "micro_batch": 2})
-    found = dict(candidates(config))
+    found = {one.line: one.config for one in candidates(config)}
     assert {"micro_batch: 4", "micro_batch: 8", "precision: bf16"} <= found.keys()
     for changed in found.values():
         batch = changed.accumulation_for(1) * int(changed.micro_batch)
@@ -39,7 +41,7 @@ def test_each_candidate_changes_one_line_and_keeps_the_global_batch() -> None:
         different = [
             name for name in type(config).model_fields if getattr(changed, name) != getattr(config, name)
         ]
-        assert len(different) == 1
+        assert len(different) <= 2  # two that only work together
 
 
 def test_a_configuration_that_is_wrong_is_one_line(
@@ -51,10 +53,3 @@ def test_a_configuration_that_is_wrong_is_one_line(
     first, second = capsys.readouterr().err.splitlines()
     assert "micro_bach: unknown key; did you mean micro_batch?" in first
     assert "expected either a configuration or --trace" in second
-
-
-@pytest.mark.long
-def test_a_batch_of_one_is_found_by_measuring_a_larger_one() -> None:
-    config = TrainingConfig(model="llama-tiny", seq_len=64, micro_batch=1, global_batch=8, held_out_windows=1)
-    times = {gain.line: gain.times for gain in gains(config)}
-    assert times["micro_batch: 8"] > 1.1
