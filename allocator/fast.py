@@ -64,7 +64,7 @@ def plan_fast(problem: Problem, seed: int, iterations: int | None, time_limit: f
     best = Schedule(layout, tasks, held)
     best.packing.fill(baselines.by_priority(layout, tasks), FIRST)  # this is greedy
     best, won, most = _pack(best, held, _affordable(layout, tasks), until)
-    price = marginal_price(tasks, layout.free.bit_count() - sum([sum(service.counts) for service in held]))
+    price = marginal_price(tasks, _capacity(layout) - sum([sum(service.counts) for service in held]))
     may_pay = price > 0 and _may_pay(held, price)
     short = may_pay or any(service.shortage for service in held)
     if best.objective < most - _DUST or short:
@@ -97,7 +97,7 @@ def _pack(
     layout, tasks, won = best.layout, best.tasks, recipes[0]
     fresh = Schedule(layout, tasks, held)
     shortage = sum([service.cost for service in held])
-    capacity = (fresh.packing.free & ((1 << (layout.gpus * layout.horizon)) - 1)).bit_count()
+    capacity = _capacity(layout, fresh.packing.free)
     most = ceiling(layout, tasks, capacity) - shortage
     for recipe in recipes:
         if best.objective >= most - _DUST or (until is not None and perf_counter() > until):
@@ -160,6 +160,14 @@ def _let_in(best: Schedule, until: float | None) -> Schedule:
     return best
 
 
+def _capacity(layout: Layout, free: int | None = None) -> int:
+    """Cells of the horizon that are free (without services, unless said otherwise).
+
+    An open end lets jobs run on, but what they earn and cost there does not count, so no cell there does.
+    """
+    return ((layout.free if free is None else free) & ((1 << (layout.gpus * layout.horizon)) - 1)).bit_count()
+
+
 def _rows(held: list[Held]) -> tuple[tuple[int, ...], ...]:
     return tuple([tuple(service.rows) for service in held])
 
@@ -219,7 +227,7 @@ def _not_below_baselines(schedule: Schedule) -> Schedule:
         policies: tuple[Policy, ...] = (baselines.fifo,)
     else:
         held = serve(layout, baselines.hold_peak)
-        room = layout.free.bit_count() - sum([sum(service.counts) for service in held])
+        room = _capacity(layout) - sum([sum(service.counts) for service in held])
         if (
             ceiling(layout, tasks, room) - sum([service.cost for service in held])
             <= schedule.objective + _DUST

@@ -92,6 +92,7 @@ class Task:
         worth: what it adds when it runs whole.
         gpus, slots, cells: of its smallest option, cut to the horizon.
         density: worth per cell in that option.
+        inside: what it adds when it starts at once: less than its worth where it outlasts the horizon.
         urgent: whether it has to start earlier than the horizon alone would ask.
         told: latest start that keeps what was announced, or -1 without an announcement.
         move_cost: what a later start, or none, costs.
@@ -102,6 +103,7 @@ class Task:
         "density",
         "gpus",
         "index",
+        "inside",
         "job",
         "last",
         "move_cost",
@@ -124,6 +126,7 @@ class Task:
         self.urgent = job.deadline is not None and first.last < layout.latest(slots)
         self.density = worth / first.cells
         self.cells = first.cells if slots <= layout.horizon else first.gpus * layout.horizon
+        self.inside = worth if slots <= layout.horizon else self.density * self.cells
         self.told = -1
         self.move_cost: float = 0
 

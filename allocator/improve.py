@@ -44,7 +44,7 @@ def improve(
         until: moment (of ``perf_counter``) after which no step is begun.
     """
     packing, random = schedule.packing, rng.random
-    keys = [[task.worth / task.cells**power for task in schedule.tasks] for power in _POWERS]
+    keys = [[task.inside / task.cells**power for task in schedule.tasks] for power in _POWERS]
     left, cap = steps, _MOST * steps if adaptive else steps
     while left > 0 and cap > 0 and (until is None or perf_counter() < until):
         inside = [task for task in schedule.tasks if packing.cells[task.index]]

@@ -29,15 +29,15 @@ def _dense_small(task: Task) -> tuple[float, ...]:
 
 
 def _worth_per_side(task: Task) -> tuple[float, ...]:
-    return (-task.worth / task.cells**0.5,)
+    return (-task.inside / task.cells**0.5,)
 
 
 def _dense_worth(task: Task) -> tuple[float, ...]:
-    return (-task.worth / task.cells**0.8,)
+    return (-task.inside / task.cells**0.8,)
 
 
 def _worth(task: Task) -> tuple[float, ...]:
-    return (-task.worth, task.cells)
+    return (-task.inside, task.cells)
 
 
 def _large(task: Task) -> tuple[float, ...]:
@@ -138,14 +138,14 @@ def ceiling(layout: Layout, tasks: Sequence[Task], capacity: int) -> float:
     for task in sorted(tasks, key=_dense_large):
         most += task.move_cost
         if rest > 0:
-            most += task.worth if task.cells <= rest else task.density * rest
+            most += task.inside if task.cells <= rest else task.density * rest
             rest -= task.cells
         if task.gpus > half and len(task.options) == 1 and not task.options[0].gang:
             slots = min(task.slots, layout.horizon)
-            broad.append((task.worth / slots, slots, task.worth))
+            broad.append((task.inside / slots, slots, task.inside))
             room = max(room, min(task.last + slots, layout.horizon))
         else:
-            wide += task.worth
+            wide += task.inside
         wide += task.move_cost
     if len(broad) > 1:
         room *= len(layout.problem.nodes)

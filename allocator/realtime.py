@@ -19,7 +19,7 @@ needed, the count found to be out of reach is capped and chosen again.
 from __future__ import annotations
 
 from bisect import bisect_right
-from functools import partial
+from functools import lru_cache, partial
 from operator import gt
 
 from allocator.grid import Layout
@@ -245,13 +245,20 @@ def _slot_costs(service: Service, slot: int, most: int, step: float) -> list[flo
         costs = [short + slope * count for count in range(full)]
         costs += [step * count for count in range(full, most + 1)]
         return costs
-    wanted = service.wanted(slot)
+    wanted = tuple(service.wanted(slot))
     share = penalty / len(wanted)
-    return [
-        step * count
-        + share * sum([want - count * unit for want in wanted[bisect_right(wanted, count * unit) :]])
-        for count in range(most + 1)
-    ]
+    return [step * count + share * lack for count, lack in enumerate(_lacking(wanted, unit, most))]
+
+
+@lru_cache(maxsize=4096)
+def _lacking(wanted: tuple[int, ...], unit: int, most: int) -> tuple[int, ...]:
+    """GPUs that 0, 1, … replicas lack, over all quantiles. Kept: a search, and the next plan, ask again."""
+    return tuple(
+        [
+            sum([want - count * unit for want in wanted[bisect_right(wanted, count * unit) :]])
+            for count in range(most + 1)
+        ]
+    )
 
 
 class _Start:

@@ -275,3 +275,20 @@ def test_looking_near_the_frontier_finds_the_same_starts(monkeypatch: pytest.Mon
     near = solve(found, "greedy")
     monkeypatch.setattr("allocator.packing.LARGE", 10**9)
     assert solve(found, "greedy").placements == near.placements
+
+
+@pytest.mark.parametrize("longest", [4, 48])
+def test_what_outlasts_an_open_end_changes_no_price_and_no_order(longest: int) -> None:
+    many = [job(f"j{number}", 1, 4, priority=3) for number in range(12)]
+    service = {
+        "service": "chat",
+        "demand_quantiles": [[1] * 8 + [3, 6]] * 4,  # six GPUs are wanted once in ten times
+        "ramp": 8,
+        "priority": 1,
+        "shortage_penalty": 8,
+        "current": [7],
+    }
+    fields = {"slots": 4, "open_end": True, "nodes": [{"name": "n0", "gpus": 8}], "realtime": [service]}
+    plan = solve(problem(**fields, jobs=[*many, job("long", 1, longest)]))
+    assert [len(gpus) for gpus in plan.realtime[0].gpus] == [1] * 4
+    assert plan.value == 7 * 4 * 3  # seven of the many, and not the one that looks dear for its whole length
