@@ -10,9 +10,11 @@ are far off is believed for its first tens of runs.
 """
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, TypeGuard
 
 from scipy.special import log_ndtr, ndtri
@@ -84,17 +86,25 @@ class Estimates:
         log_seconds = ratio.log_mean + ratio.log_spread * float(ndtri(level))
         return max(LEAST_SECONDS, expected_s * math.exp(log_seconds))
 
-    def remaining_s(self, profile: JobProfile, elapsed_s: float) -> float:
-        """Expected seconds left to a run that has lasted `elapsed_s` so far, past its estimate or not."""
+    def remaining_s(self, profile: JobProfile, elapsed_s: float, longest_s: float = math.inf) -> float:
+        """Expected seconds left to a run that has lasted `elapsed_s` so far, past its estimate or not; none
+        lasts longer than `longest_s`.
+        """
         expected_s, ratio = self._expected(profile)
         mean, spread = ratio.log_mean + math.log(expected_s), ratio.log_spread
-        if elapsed_s <= 0:
-            return max(LEAST_SECONDS, math.exp(mean + spread**2 / 2))
-        # E[T | T > t] of a log-normal is e^(m + s²/2) Φ(s - a) / Φ(-a) for a = (ln t - m) / s. The
-        # logarithms of Φ keep their digits far out in the tail, where both Φ vanish.
-        distance = (math.log(elapsed_s) - mean) / spread
-        log_expected = mean + spread**2 / 2 + float(log_ndtr(spread - distance)) - float(log_ndtr(-distance))
-        return max(LEAST_SECONDS, math.exp(min(log_expected, 700.0)) - elapsed_s)
+        if elapsed_s >= longest_s:
+            return LEAST_SECONDS
+        # E[T; T > t] of a log-normal is e^(m + s²/2) Φ(s - a) for a = (ln t - m) / s, and P(T > t) = Φ(-a).
+        # The logarithms of Φ keep their digits far out in the tail, where both vanish.
+        distance = (math.log(elapsed_s) - mean) / spread if elapsed_s > 0 else -math.inf
+        survival = float(log_ndtr(-distance))
+        whole = mean + spread**2 / 2
+        expected = math.exp(min(whole + float(log_ndtr(spread - distance)) - survival, 700.0))
+        if longest_s < math.inf:
+            end = (math.log(longest_s) - mean) / spread
+            expected -= math.exp(min(whole + float(log_ndtr(spread - end)) - survival, 700.0))
+            expected += longest_s * math.exp(float(log_ndtr(-end)) - survival)
+        return max(LEAST_SECONDS, expected - max(elapsed_s, 0.0))
 
     def _expected(self, profile: JobProfile) -> tuple[float, Ratio]:
         """Seconds as predicted, by the work or as declared, and how far from it jobs like this one end."""
@@ -104,6 +114,36 @@ class Estimates:
         if by_work is not None:
             return by_work, self.ratio(profile, "work")
         return profile.declared_s, self.ratio(profile)
+
+
+SUPPOSED_RUNS = 5.0  # what is supposed of how long a job lasts counts as so many runs
+
+
+@dataclass(frozen=True)
+class Lasted:
+    """How long jobs of each width lasted, in rising order, and the sums of these from each one on."""
+
+    by_gpus: Mapping[int, tuple[list[float], list[float]]]
+
+    @classmethod
+    def of(cls, runs: Iterable[tuple[int, float]]) -> "Lasted":
+        """From pairs of GPUs and seconds."""
+        found: dict[int, list[float]] = defaultdict(list)
+        for gpus, seconds in runs:
+            found[gpus].append(seconds)
+        sums = {}
+        for gpus, lengths in found.items():
+            lengths.sort()
+            sums[gpus] = lengths, [*accumulate(reversed(lengths))][::-1]
+        return cls(sums)
+
+    def remaining_s(self, gpus: int, elapsed_s: float, supposed_s: float) -> float:
+        """Mean seconds left to those that lasted longer than `elapsed_s`, drawn to what is supposed."""
+        lengths, sums = self.by_gpus.get(gpus, ((), ()))
+        first = bisect_right(lengths, elapsed_s)
+        count = len(lengths) - first
+        total = sums[first] - count * elapsed_s if count else 0.0
+        return (total + SUPPOSED_RUNS * supposed_s) / (count + SUPPOSED_RUNS)
 
 
 def estimates(past: Iterable[Row], running: Iterable[Row] = ()) -> Estimates:
@@ -137,9 +177,10 @@ OCCURRENCE_DEPTH = 5  # length of the groups that hold occurrences of one job
 
 def _groups(job: str, kind: str, gpus: int, tenant: str | None, by: str) -> tuple[Group, ...]:
     """All jobs, the kind, the tenant's, those of this size, and the occurrences (`stem@instant`) of it."""
-    stem, _, _ = job.partition("@")
-    whole = (by, kind, tenant or "", str(gpus), stem)
-    return tuple(whole[:depth] for depth in range(1, OCCURRENCE_DEPTH + 1))
+    tenant, size = tenant or "", str(gpus)
+    groups = (by,), (by, kind), (by, kind, tenant), (by, kind, tenant, size)
+    stem, occurs, _ = job.partition("@")
+    return (*groups, (by, kind, tenant, size, stem)) if occurs else groups
 
 
 def _by_group(rows: list[Row], speeds: Mapping[Group, float]) -> dict[Group, list[float]]:

@@ -13,14 +13,14 @@ greedy what the forecast is, and from slotwise to the oracle what nobody can kno
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tasks.cluster import Service
-from tasks.durations import LEAST_SECONDS, Estimates, JobProfile
+from tasks.durations import LEAST_SECONDS, Estimates, JobProfile, Lasted
 from tasks.forecast import LEVELS, STATED_LEVELS, STATED_MULTIPLIERS
 from tasks.trace import TraceJob
 
@@ -115,25 +115,32 @@ class LearnedDurations:
 
     Where nobody declared a duration, most runs last minutes, and most GPU-hours go to the few that last for
     days. At the median every job would seem short, and wide ones would wait for nodes that never empty; such
-    a job is planned at what it takes in the mean. Tenants are not told apart, and a trace knows no work.
+    a job is planned at the mean of the runs of its width, and of the log-normal cut at the longest run while
+    there are few. Tenants are not told apart, and a trace knows no work.
     """
 
     past: Estimates
     jobs: Mapping[str, TraceJob]
     longest_s: float
+    lasted: Lasted
+    said: dict[tuple[str, float], float] = field(default_factory=dict)  # each plan of an hour asks again
 
     def estimate_s(self, profile: JobProfile, level: float = 0.5) -> float:
         """Seconds that a run takes."""
-        if self.jobs[profile.job].declared_s is not None:
-            return self.past.estimate_s(replace(profile, tenant=None), level)
-        return self.remaining_s(profile, 0.0)
+        if (seconds := self.said.get((profile.job, level))) is None:
+            if self.jobs[profile.job].declared_s is not None:
+                seconds = self.past.estimate_s(replace(profile, tenant=None), level)
+            else:
+                seconds = self.remaining_s(profile, 0.0)
+            self.said[profile.job, level] = seconds
+        return seconds
 
     def remaining_s(self, profile: JobProfile, elapsed_s: float) -> float:
         """Seconds left."""
-        expected_s = self.past.remaining_s(replace(profile, tenant=None), elapsed_s)
         if self.jobs[profile.job].declared_s is not None:
-            return expected_s
-        return min(expected_s, max(self.longest_s - elapsed_s, LEAST_SECONDS))
+            return self.past.remaining_s(replace(profile, tenant=None), elapsed_s)
+        supposed_s = self.past.remaining_s(replace(profile, tenant=None), elapsed_s, self.longest_s)
+        return self.lasted.remaining_s(profile.gpus, elapsed_s, supposed_s)
 
 
 @dataclass(frozen=True)

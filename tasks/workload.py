@@ -17,7 +17,7 @@ from typing import Any
 from tasks.account import Account
 from tasks.allocate import Durations
 from tasks.cluster import Site
-from tasks.durations import LEAST_SECONDS, JobProfile, estimates
+from tasks.durations import LEAST_SECONDS, JobProfile, Lasted, estimates
 from tasks.instants import text
 from tasks.jobs import width_misfit
 from tasks.journal import Journal
@@ -138,7 +138,8 @@ class Workload:
         """Estimate durations from the runs that have completed."""
         if not self.policy.knows:
             longest_s = max((row["actual_s"] for row in self.past), default=UNDECLARED_S)
-            self.durations = LearnedDurations(estimates(self.past), self.jobs, longest_s)
+            lasted = Lasted.of((row["gpus"], row["actual_s"]) for row in self.past)
+            self.durations = LearnedDurations(estimates(self.past), self.jobs, longest_s, lasted)
             for row in self.queue.values():
                 self._appraise(row)
 

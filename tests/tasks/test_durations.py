@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.durations import JobProfile, Work, estimates
+from tasks.durations import LEAST_SECONDS, JobProfile, Lasted, Work, estimates
 
 HOUR = 3600.0
 EIGHT = JobProfile("x", "training", 8, HOUR)  # a job that no past run is an occurrence of
@@ -180,3 +180,22 @@ def test_without_a_recorded_speed_the_declaration_stands() -> None:
     learned = estimates([run("a", 1.0)])
     with_work = learned.estimate_s(JobProfile("x", "training", 8, 3 * HOUR, work=Work(1e20, 1e15)))
     assert with_work == learned.estimate_s(JobProfile("x", "training", 8, 3 * HOUR))
+
+
+def test_nothing_is_expected_to_outlast_the_longest() -> None:
+    rng = np.random.default_rng(4)
+    ratios = np.exp(rng.normal(-0.5, 2.5, 20_000))
+    learned = estimates(run("j", float(ratio)) for ratio in ratios)
+    seen = np.minimum(ratios, 24.0) * HOUR  # most of the mean of such runs lies beyond a day
+    for elapsed in (0.0, HOUR, 10 * HOUR):
+        left = learned.remaining_s(JobProfile("j", "training", 8, HOUR), elapsed, 24 * HOUR)
+        assert left == pytest.approx((seen[seen > elapsed] - elapsed).mean(), rel=0.05)
+    assert learned.remaining_s(EIGHT, 24 * HOUR, 24 * HOUR) == LEAST_SECONDS
+
+
+def test_many_runs_of_a_width_say_what_is_left_and_none_leave_it_at_what_is_supposed() -> None:
+    lasted = Lasted.of([(8, 100.0)] * 500 + [(8, 900.0)] * 500)
+    assert lasted.remaining_s(8, 0.0, 1e6) == pytest.approx((500 * 1000 + 5 * 1e6) / 1005)
+    assert lasted.remaining_s(8, 100.0, 800.0) == pytest.approx(800.0)  # only the long ones are left
+    assert lasted.remaining_s(8, 900.0, 70.0) == 70.0  # nothing lasted longer
+    assert lasted.remaining_s(4, 0.0, 70.0) == 70.0  # nothing is known of this width
