@@ -127,7 +127,7 @@ def _side_by_side(inputs: Inputs, folders: dict[str, Path], processes: int) -> d
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(processes, len(folders)), context) as pool:
         # Those that search go first: they take longest.
-        searching_first = sorted(folders, key=lambda name: POLICIES[name].mode not in ("fast", "full"))
+        searching_first = sorted(folders, key=lambda name: not POLICIES[name].searches)
         running = {name: pool.submit(_replay_one, inputs, name, folders[name]) for name in searching_first}
         return {name: running[name].result() for name in folders}
 

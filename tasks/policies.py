@@ -51,7 +51,7 @@ class Policy:
     """A way to run a cluster.
 
     Attributes:
-        mode: of the allocator, for the hourly plan; between hours full is fast.
+        mode: of the allocator. Those that search have the light mode of the live loop between hours.
         expects: the rows that it plans a service by.
         knows: whether it knows demand and durations.
     """
@@ -62,9 +62,9 @@ class Policy:
     knows: bool = False
 
     @property
-    def between(self) -> str:
-        """The mode of a light re-plan."""
-        return "fast" if self.mode == "full" else self.mode
+    def searches(self) -> bool:
+        """Whether its hourly plan is searched for, and its re-plans are light ones."""
+        return self.mode in ("fast", "full")
 
 
 def weekly_peak(view: View) -> Rows:

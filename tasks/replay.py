@@ -23,7 +23,7 @@ import numpy as np
 
 import allocator
 from tasks.account import Account, HourPlan
-from tasks.allocate import Planned, State, build_problem
+from tasks.allocate import Planned, State, build_problem, light_mode
 from tasks.cluster import Site
 from tasks.commit import commitment, plan_fact
 from tasks.forecast import Forecast
@@ -254,7 +254,8 @@ class _Course:
         }
         gaps: list[Degradation] = []
         problem = build_problem(site, hour, state, forecasts, self.cluster.lost, gaps)
-        mode = self.policy.mode if trigger == "hourly" else self.policy.between
+        light = trigger == "replan" and self.policy.searches
+        mode = light_mode(problem) if light else self.policy.mode
         limit = site.cluster.full_mode_seconds if mode == "full" else None
         plan = allocator.solve(problem, mode, seed=self.inputs.seed, time_limit=limit)
         self.considered, self.looked, self.planned_s = facts, True, self.cluster.now
