@@ -95,7 +95,7 @@ def allocate(site: Site, hour: Hour, forecasts: Mapping[str, Forecast], lost: It
         except FullModeError as error:
             problems.append(Degradation("allocate", "full mode", f"{error}; the fast plan stands"))
     baselines = _baselines(problem, problems) if hour.trigger == "hourly" else {}
-    if plan.mode == "fast":
+    if plan.mode != "full":  # its reasons came with it
         try:
             plan = with_reasons(problem, plan)
         except Exception as error:  # a plan without explanations is a plan
