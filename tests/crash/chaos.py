@@ -17,7 +17,7 @@ from tasks.collect import ledger_directory
 from tests.crash.world import MINUTE, World
 
 SIZES = (1, 1, 1, 2, 2, 4, 8)
-STEPS_OF_AN_HOUR = 80
+STEPS_OF_AN_HOUR = 120
 CLUSTER = {"slot_minutes": 5, "plan_every_minutes": 10, "plan_slots": 48, "start_timeout_minutes": 5}
 
 
