@@ -4,9 +4,10 @@ Invariant: predictions are made once, when the job is taken in, from its configu
 types, and stand beside the spec from then on; what cannot be predicted is said in words and left to the
 declaration, never an error. The layouts of a prediction are the fastest that exist, tensor and pipeline
 parallelism among them, which the trainer may not run: recorded runs correct that (see durations). The cost:
-some tens of milliseconds for each width and type.
+some tens of milliseconds for each width and type, once for jobs alike.
 """
 
+import functools
 import json
 import logging
 from collections.abc import Iterable, Mapping
@@ -18,8 +19,8 @@ from tasks.storage import Storage
 from tasks.work import sequences_of, training_config
 from training.config import ConfigError, TrainingConfig
 from training.hardware import HardwareError
-from training.models import ModelError
-from training.performance import duration
+from training.models import SHIPPED, ModelError
+from training.performance import Duration, duration
 
 VIRTUAL = "cpu"  # the type of GPUs that are shares of a processor: no peak is known beforehand
 
@@ -58,22 +59,23 @@ def predictions_of(job: Job, cluster: Cluster, storage: Storage) -> Predictions 
         config = training_config(section, storage)
         if config.layers is not None:
             raise ConfigError("layers: a slice of a model is not predicted")
+        if config.model not in SHIPPED:  # its sizes lie in storage, with its weights
+            raise ConfigError(f"model: {config.model}: only models that ship are predicted")
     except Exception as error:  # whatever is wrong with what a spec names, its runner will say
         said = " ".join(str(error).split()) or type(error).__name__
         log.info("%s: how long it takes is not predicted: %s", job.id or job.kind, said)
         return Predictions(problems=(said,))
-    runs, problems = [], []
+    runs: list[Predicted] = []
+    problems: list[str] = []
     for gpu in real:
         for width in job.widths or (job.gpus,):
             if width_misfit(width, cluster, (gpu,)):
                 continue  # it waits for GPUs of another type
-            try:
-                runs.append(_predicted(config, gpu, width))
-            except (ConfigError, HardwareError, ModelError) as error:
-                problems.append(f"{width} × {gpu}: {error}")
-            except Exception as error:  # a fault of the model must not keep a job out
-                log.warning("%s: %s × %s: %r", job.id or job.kind, width, gpu, error)
-                problems.append(f"{width} × {gpu}: {type(error).__name__}")
+            found = _predicted(config, gpu, width)
+            if isinstance(found, Predicted):
+                runs.append(found)
+            else:
+                problems.append(f"{width} × {gpu}: {found}")
     return Predictions(tuple(runs), tuple(problems))
 
 
@@ -91,9 +93,28 @@ def predicted_s(recorded: str | None, gpu_types: Iterable[str], gpus: int) -> fl
     return max((each for each in found if each is not None), default=None) if None not in found else None
 
 
-def _predicted(config: TrainingConfig, gpu: str, gpus: int) -> Predicted:
-    batch = sequences_of(config, gpus)
+def _predicted(config: TrainingConfig, gpu: str, gpus: int) -> Predicted | str:
+    """A prediction, or why there is none."""
+    try:
+        batch = sequences_of(config, gpus)
+    except ConfigError as error:
+        return str(error)
     precision = {"bf16_master": "bf16", "auto": "bf16"}.get(config.precision, config.precision)
     tokens = float(batch * config.seq_len * config.steps)
-    said = duration(config.model, tokens, gpu, gpus, precision, config.seq_len, batch)
+    said = _duration(config.model, tokens, gpu, gpus, precision, config.seq_len, batch)
+    if isinstance(said, str):
+        return said
     return Predicted(gpu, gpus, said.seconds, said.low, said.high, said.mfu, said.reason)
+
+
+@functools.lru_cache(maxsize=4096)  # jobs are much alike: a thousand in the inbox cost as much as one
+def _duration(
+    model: str, tokens: float, gpu: str, gpus: int, precision: str, seq_len: int, batch: int
+) -> Duration | str:
+    try:
+        return duration(model, tokens, gpu, gpus, precision, seq_len, batch)
+    except (HardwareError, ModelError) as error:
+        return str(error)
+    except Exception as error:  # a fault of the model must not keep a job out
+        log.warning("%s on %s × %s: %r", model, gpus, gpu, error)
+        return type(error).__name__
