@@ -41,6 +41,7 @@ _COUNT_SHARE, _COUNT_SECONDS = 0.5, 8.0  # of the time left, at most, for CP-SAT
 _PACK_SECONDS = 3.0
 _MOST_RECTANGLES = 250  # jobs that CP-SAT places at once
 _FIRST_STEPS = 1000  # of fast mode's local search, before all else
+_BRANCHING_BUILDS, _COUNT_BUILDS = 4, 24  # times as long as the first build: what each needs at least
 _GRACE_SECONDS = 0.3  # for branch and bound to notice that it should stop
 _MOST_PLACES = 4000  # of a whole problem that is solved cell by cell
 _POLISH_ROUNDS, _POLISH_EFFORT = 12, 60
@@ -66,9 +67,10 @@ def solve_full(
     began = perf_counter()
     until = began + time_limit
     relaxation = Relaxation(problem)
+    built = perf_counter() - began
     share = _LINEAR_SHARE if iterations is None else 1.0
     linear = linear_bound(relaxation, share * time_limit)
-    effort = _Effort(relaxation, linear, state_of(relaxation, incumbent), seed)
+    effort = _Effort(relaxation, linear, state_of(relaxation, incumbent), seed, built)
     if iterations is not None:
         effort.search.step_seconds = time_limit
         effort.search.run(until, effort.closed, iterations)
@@ -90,14 +92,20 @@ def solve_full(
 
 
 class _Effort:
-    """The best state and the best bound while several searches work."""
+    """The best state and the best bound while several searches work.
 
-    def __init__(self, relaxation: Relaxation, linear: Bound, state: State, seed: int) -> None:
+    Attributes:
+        built: seconds that the variables and rows took to build: what models of the whole problem take
+            follows from it, and one is only begun in time to end.
+    """
+
+    def __init__(self, relaxation: Relaxation, linear: Bound, state: State, seed: int, built: float) -> None:
         self.relaxation = relaxation
         self.linear = linear
         self.bound = linear.value
         self.search = Search(relaxation, state, seed)
         self.seed = seed
+        self.built = built
 
     def closed(self) -> bool:
         return rounded_down(self.relaxation, self.bound) <= self.search.worth + _DUST
@@ -107,6 +115,9 @@ class _Effort:
         relaxation = self.relaxation
         self.search.shuffle(_FIRST_STEPS, perf_counter() + 0.1 * (until - perf_counter()))
         if self.closed():
+            return
+        if not self._has_time(_BRANCHING_BUILDS, until):
+            self.search.run(until, self.closed)
             return
         start = self.search.state.values(relaxation)
         branching = Branching(relaxation, self.linear, start, self.search.worth)
@@ -119,7 +130,8 @@ class _Effort:
         thread.start()
         try:
             seconds = min(_COUNT_SHARE * (until - perf_counter()), _COUNT_SECONDS)
-            self._count(seconds, until, lambda: not thread.is_alive())
+            if self._has_time(_COUNT_BUILDS, until):
+                self._count(seconds, until, lambda: not thread.is_alive())
             used = 0
             while thread.is_alive() and perf_counter() < until:
                 branching.known = self.search.worth
@@ -137,11 +149,15 @@ class _Effort:
         if not self.closed() and not self._is_small():
             self.search.run(until, self.closed)
 
+    def _has_time(self, builds: float, until: float) -> bool:
+        """Whether what takes as long as so many builds can end in time."""
+        return perf_counter() + builds * self.built < until
+
     def _count(self, seconds: float, until: float, enough: Callable[[], bool]) -> None:
         """The same problem in counts by CP-SAT, for some seconds."""
         compact = Relaxation(self.relaxation.problem, compact=True)
         start = self.search.state.values(compact)
-        budget = Budget(seconds, seconds, self.seed)
+        budget = Budget(seconds, max(0.0, min(seconds, until - perf_counter())), self.seed)
         values, bound = solve_counts(compact, compact.block_rows(), start, budget, enough)
         self.bound = min(self.bound, bound)
         if not enough():
