@@ -42,10 +42,12 @@ if TYPE_CHECKING:
     Policy = Callable[[Layout, list[Task]], Schedule]
 
 _DUST = 1e-9
+_FAR = 0.06  # below the best so far, as a share: then a second look does not pay
+_SETTLE = 30  # steps of local search around a job that services gave way to, before it is judged
 _NEAR = 0.99  # of what no packing exceeds: so near, the search costs more than it can gain
 _PLACINGS = 400  # jobs that all recipes together place at most, but ...
 _FEWEST = 5  # ... so many recipes in any case
-_LET_IN = 6  # places tried for jobs that services give way to in a large grid, or as many as ...
+_LET_IN = 6  # places tried for jobs that services give way to; in a large grid as many as ...
 _LET_IN_WORK = 30_000_000  # ... jobs × cells × places leave time for
 _LARGE_WORK = 120_000_000  # jobs × cells × recipes in a large grid
 
@@ -69,10 +71,15 @@ def plan_fast(problem: Problem, seed: int, iterations: int | None, time_limit: f
     short = may_pay or any(service.shortage for service in held)
     if best.objective < most - _DUST or short:
         if best.objective < _NEAR * most or short or iterations is not None:
-            best = _let_in(_try_stands(best, won, price, until), until)
+            best = _try_stands(best, won, price, until)
+            large = layout.gpus * layout.rows >= LARGE
+            if large:  # a step of local search costs much there
+                best = _let_in(best, until)
             steps = _default_steps(layout, tasks) if iterations is None else iterations
             best = improve(best, steps, Random(seed), until, adaptive=iterations is None)
             best = _meet_shortage(best)
+            if not large:
+                best = _let_in(best, until, _SETTLE)
         best = _not_below_baselines(best)
     return sooner(best)
 
@@ -125,12 +132,18 @@ def _try_stands(best: Schedule, won: Recipe, price: float, until: float | None) 
         for stand in list(ways(best)) if round_ else stands(layout, tasks, held):
             if until is not None and perf_counter() > until:
                 break
-            held = serve(layout, partial(_at_price, stand.prices * price), stand.prefer, stand.clear)
+            held = serve(
+                layout, partial(_at_price, stand.prices * price), stand.prefer, stand.clear, stand.order
+            )
             rows = _rows(held)
             if rows in seen or not all(service.allowed for service in held):
                 continue
             seen.add(rows)
-            packed, _, _ = _pack(Schedule(layout, tasks, held), held, recipes, until)
+            least = min(least, sum([service.cost for service in held]))
+            packed, _, _ = _pack(Schedule(layout, tasks, held), held, recipes[:1], until)
+            if packed.packing.gain - least < best.objective - _FAR * abs(best.objective):
+                continue
+            packed, _, _ = _pack(packed, held, recipes[1:], until)
             if packed.packing.gain - least > best.objective + _DUST:
                 packed = _meet_shortage(packed)
                 if packed.objective > best.objective + _DUST:
@@ -138,9 +151,13 @@ def _try_stands(best: Schedule, won: Recipe, price: float, until: float | None) 
     return best
 
 
-def _let_in(best: Schedule, until: float | None) -> Schedule:
-    """In a large grid, where packing all anew takes too long: one more job, with services elsewhere."""
-    if best.layout.gpus * best.layout.rows < LARGE or not any(service.cells for service in best.held):
+def _let_in(best: Schedule, until: float | None, settle: int = 0) -> Schedule:
+    """One more job, with services elsewhere, and what is out packed around it; then the next one.
+
+    Args:
+        settle: steps of local search before what came of it is judged.
+    """
+    if not best.tasks or not any(service.cells for service in best.held):
         return best
     order = sorted(best.tasks, key=lambda task: -task.density)
     left = min(_LET_IN, _LET_IN_WORK // (len(order) * best.layout.gpus * best.layout.rows))
@@ -152,6 +169,8 @@ def _let_in(best: Schedule, until: float | None) -> Schedule:
             made = given_way(best, *way)
             if made is not None:
                 made.packing.fill(order, FIRST)
+                if settle and made.objective > best.objective - _FAR * abs(best.objective):
+                    made = improve(made, settle, Random(0), until, adaptive=False)
                 if made.objective > best.objective + _DUST:
                     best = made
                     break
@@ -168,8 +187,8 @@ def _capacity(layout: Layout, free: int | None = None) -> int:
     return ((layout.free if free is None else free) & ((1 << (layout.gpus * layout.horizon)) - 1)).bit_count()
 
 
-def _rows(held: list[Held]) -> tuple[tuple[int, ...], ...]:
-    return tuple([tuple(service.rows) for service in held])
+def _rows(held: list[Held]) -> frozenset[tuple[str, tuple[int, ...]]]:
+    return frozenset([(one.service.service, tuple(one.rows)) for one in held])
 
 
 def _may_pay(held: list[Held], price: float) -> bool:

@@ -1,9 +1,10 @@
 """Local search on a schedule: take the jobs of a part of the plan out, and pack all that are out anew.
 
 A step clears a chance rectangle of GPUs and slots (now and then chance jobs all over the plan) and packs
-what is then out, mostly by worth per cell with some noise, in one of several ways. It stands when the plan
-is worth no less than before: equal ones are kept because they walk off plateaus. Moving one job at a time
-finds far less, because a wide job needs the room of many narrow ones, and these each other's.
+what is then out, by worth over the side of a square of as many cells and some noise, in one of several
+ways. It stands when the plan is worth no less than before: equal ones are kept because they walk off
+plateaus. Moving one job at a time finds far less, because a wide job needs the room of many narrow ones,
+and these each other's.
 
 The invariant: the schedule is never worth less than when it came in, and services stay where they are. The
 cost of the choice: chance; the same seed gives the same plan. The budget grows while steps succeed, so an
@@ -24,14 +25,8 @@ _MOST = 8  # ... so many times the steps asked for
 _SCATTERED = 0.3  # how often chance jobs are taken out, and not those of a rectangle
 _USUAL = 40  # jobs in a plan of usual size; of a larger one a smaller part is taken out
 _CANDIDATES = 80  # jobs that a step tries to put in, at most
-_POWERS = (0.5, 0.8, 1.0)  # worth over cells to one of these powers says what is packed first
-_WAYS = (
-    (HIGH, False),
-    (HIGH, False),
-    (HIGH, True),
-    (LOW, False),
-    (LOW, True),
-)  # side, column: see ``Packing``
+_POWER = 0.5  # worth over cells to this power says what is packed first: large jobs before dense ones
+_WAYS = ((HIGH, False), (HIGH, True), (LOW, True))  # side, column: see ``Packing``
 
 
 def improve(
@@ -44,7 +39,7 @@ def improve(
         until: moment (of ``perf_counter``) after which no step is begun.
     """
     packing, random = schedule.packing, rng.random
-    keys = [[task.inside / task.cells**power for task in schedule.tasks] for power in _POWERS]
+    key = [task.inside / task.cells**_POWER for task in schedule.tasks]
     left, cap = steps, _MOST * steps if adaptive else steps
     while left > 0 and cap > 0 and (until is None or perf_counter() < until):
         inside = [task for task in schedule.tasks if packing.cells[task.index]]
@@ -56,7 +51,7 @@ def improve(
         for task in _chosen(schedule, inside, rng):
             packing.remove(task)
         side, column = _WAYS[int(random() * len(_WAYS))]
-        packing.fill(_shuffled(schedule, keys, rng), side, column=column)
+        packing.fill(_shuffled(schedule, key, rng), side, column=column)
         if packing.gain < before:
             packing.restore(saved)
         elif packing.gain > before and adaptive:
@@ -79,10 +74,10 @@ def _chosen(schedule: Schedule, inside: list[Task], rng: Random) -> list[Task]:
     return [task for task in inside if cells[task.index] & window]
 
 
-def _shuffled(schedule: Schedule, keys: list[list[float]], rng: Random) -> list[Task]:
+def _shuffled(schedule: Schedule, key: list[float], rng: Random) -> list[Task]:
     """Jobs that are out, in the order to try them."""
     cells, random = schedule.packing.cells, rng.random
-    key, noise = keys[int(random() * len(keys))], 0.05 + 0.35 * random()
+    noise = 0.05 + 0.35 * random()
     least, span = 1 - noise, 2 * noise
     out = [(key[at] * (least + span * random()), at) for at, taken in enumerate(cells) if not taken]
     out.sort(reverse=True)

@@ -38,6 +38,7 @@ class Quota:
         self.left = start.left.copy()
         self.room = start.room.copy()
         self.kept: list[dict[str, int]] = []
+        self._open: dict[object, int] = {}  # answers that hold until a job comes or goes
         if self.owners:
             self.kept = [row.copy() for row in start.kept]
             busy = 0
@@ -54,16 +55,21 @@ class Quota:
     def open(self, task: Task, gpus: int, slots: int) -> int:
         """The cells of all slots in which the job may hold so many GPUs."""
         tenant = task.job.tenant
-        cells = -1
-        enough = ((1 << self.top) - self.zero - gpus) * self.ones
-        if self.left:
-            name = share_of(self.left, self.borrow, tenant, slots)
+        name = share_of(self.left, self.borrow, tenant, slots)
+        if name == "" and not self.room:
+            return -1
+        key = name, gpus, tenant if self.room else None
+        found = self._open.get(key)
+        if found is None:
+            cells = -1
+            enough = ((1 << self.top) - self.zero - gpus) * self.ones
             if name != "":
                 cells = self._cells((self.left[name] + enough) & self.tops)
-        if self.room:
-            room = self.room[tenant if tenant in self.owners else None]
-            cells &= self._cells((room + enough) & self.tops)
-        return cells
+            if self.room:
+                room = self.room[tenant if tenant in self.owners else None]
+                cells &= self._cells((room + enough) & self.tops)
+            found = self._open[key] = cells
+        return found
 
     def closed(self, task: Task, gpus: int, slots: int) -> int:
         """The other cells."""
@@ -81,6 +87,7 @@ class Quota:
 
     def take(self, task: Task, gpus: int, start: int, slots: int) -> None:
         """Count a job that was placed; with negative ``gpus``, one that was removed."""
+        self._open.clear()
         tenant = task.job.tenant
         window = self._window(start, start + slots)
         if self.left:
@@ -115,6 +122,7 @@ class Quota:
 
     def restore(self, saved: QuotaState) -> None:
         self.left, self.room, kept = saved
+        self._open.clear()
         if self.room:
             self.kept = kept
 

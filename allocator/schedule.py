@@ -81,9 +81,16 @@ class Schedule:
 
 
 def serve(
-    layout: Layout, chooser: Callable[[Service], Chooser], prefer: Sequence[int] = (), clear: int = 0
+    layout: Layout,
+    chooser: Callable[[Service], Chooser],
+    prefer: Sequence[int] = (),
+    clear: int = 0,
+    order: Callable[[Service], float] | None = None,
 ) -> list[Held]:
-    """Give every service its GPUs, the dearest to leave short first; ``chooser`` says how many for each.
+    """Give every service its GPUs; ``chooser`` says how many for each.
+
+    The dearest to leave short comes first, or the one that ``order`` gives the least: see ``swing`` and
+    ``least_per_gpu``.
 
     ``prefer`` are sets of GPUs (row masks) that services take first, ``clear`` cells that they are kept off.
 
@@ -92,7 +99,7 @@ def serve(
     services, free = layout.problem.services, layout.free & ~clear
     if len(services) == 1:
         return [hold_counts(layout, free, services[0], chooser(services[0]), 0, prefer)]
-    ranked = sorted(services, key=lambda service: -service.penalty)
+    ranked = sorted(services, key=order or (lambda service: -service.penalty))
     kept: dict[str, int] = {}
     held = []
     for service in sorted(ranked, key=lambda service: isinstance(service.current, int)):
@@ -103,6 +110,23 @@ def serve(
         held.append(got)
         free &= ~got.cells
     return held
+
+
+def least_per_gpu(service: Service) -> float:
+    """Minus what is lost for each GPU that it would hold: little for a replica that is mostly spare."""
+    unit, wanted = service.gpus_per_replica, _most_wanted(service)
+    held = sum([-(-want // unit) * unit for want in wanted])
+    return -service.penalty * (sum(wanted) / held if held else 1)
+
+
+def swing(service: Service) -> float:
+    """How many GPUs come and go with its demand."""
+    wanted = _most_wanted(service)
+    return max(wanted) - min(wanted)
+
+
+def _most_wanted(service: Service) -> Sequence[int]:
+    return service.demand or [row[-1] for row in service.demand_quantiles or ()]
 
 
 def _gpus(row: int) -> tuple[int, ...]:

@@ -9,9 +9,9 @@ that the peak leaves, at either end of the cluster or inside it; then the places
 are still out would take least from services, as with a narrow burst in the way of a long wide job, or with a
 service that stands over two nodes where one would do.
 
-The invariant: blocks for the whole horizon leave a service what it holds now; only a job that is worth more
-than what that costs takes it away. The cost of the choice: the jobs that a place is cleared for are looked
-at one by one.
+The invariant: blocks for the whole horizon leave a service what it holds now; only whole nodes (a move that
+costs a shortage of a slot), and a job that is worth more than what that costs, take it away. The cost of the
+choice: the jobs that a place is cleared for are looked at one by one.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from allocator.give_way import cheapest_block, clear_from, earnings, lacks, over
 from allocator.grid import Layout, Option, Task
 from allocator.packing import places
 from allocator.realtime import Held
-from allocator.schedule import Schedule
+from allocator.schedule import Schedule, least_per_gpu, swing
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from allocator.problem import Service
 
 _STARTS = 3  # of such a job that are looked at until services can have left in time
 _WAYS = 3  # options of jobs that are out that a place is cleared for
@@ -37,14 +39,22 @@ class Stand:
         clear: the cells that services are kept off.
         prices: how many times what the last job that fits earns in a GPU-slot.
         prefer: sets of GPUs, as row masks, that services take before others.
+        order: which service takes its GPUs first, see ``serve``; None for the dearest.
     """
 
-    __slots__ = ("clear", "prefer", "prices")
+    __slots__ = ("clear", "order", "prefer", "prices")
 
-    def __init__(self, clear: int, prices: float, prefer: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        clear: int,
+        prices: float,
+        prefer: Sequence[int] = (),
+        order: Callable[[Service], float] | None = None,
+    ) -> None:
         self.clear = clear
         self.prices = prices
         self.prefer = prefer
+        self.order = order
 
 
 def stands(layout: Layout, tasks: list[Task], held: list[Held]) -> Iterator[Stand]:
@@ -60,18 +70,21 @@ def stands(layout: Layout, tasks: list[Task], held: list[Held]) -> Iterator[Stan
     ]
     # An uncertain demand is met in all its quantiles at first; then each is weighed against the price.
     weighed = [(0, 0, 1)] if any(service.service.demand is None for service in held) else []
+    if len(held) > 1:
+        # What is held all day stands together at the end; a burst beside it parts the free GPUs least.
+        for prices in (0, 2, 1):
+            yield Stand(0, prices, order=swing)
+        if any(one.service.gpus_per_replica > 1 for one in held) and any(one.shortage for one in held):
+            yield Stand(0, 0, order=least_per_gpu)
     seen = set()
     for width, first, prices in (
         (widest, gpus - widest, 0),
         (spare, (gpus - spare) // 4, 2),
+        (spare, gpus - spare, 0),
         (second, gpus - second, 0),
         (0, 0, 0),
-        (spare, -1, 2),
-        (spare, (gpus - spare) // 2, 2),
-        (widest, _aligned((gpus - widest) // 2, widest), 0),
-        (second, _aligned((gpus - second) // 4, second), 2),
-        (spare, gpus - spare, 0),
         (2 * widest, gpus - 2 * widest, 2),
+        (spare, -1, 2),
         *weighed,
     ):
         if width > gpus:
@@ -81,6 +94,17 @@ def stands(layout: Layout, tasks: list[Task], held: list[Held]) -> Iterator[Stan
         if (clear or not width) and (clear, prices) not in seen:
             seen.add((clear, prices))
             yield Stand(clear, prices, () if width else nodes)
+    if _kept(layout):
+        yield from _elsewhere(layout, nodes, spare)
+
+
+def _elsewhere(layout: Layout, nodes: list[int], most: int) -> Iterator[Stand]:
+    """Whole nodes that services leave for good, as soon as their ramps let them."""
+    row = _intact(layout, nodes, most)
+    soonest = clear_from(layout, row)
+    if row and soonest < layout.horizon:
+        first = int(soonest)
+        yield Stand(row * layout.repeat(layout.horizon - first) << (first * layout.gpus), 0, order=swing)
 
 
 def ways(schedule: Schedule) -> Iterator[Stand]:

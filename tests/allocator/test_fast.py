@@ -10,6 +10,7 @@ from allocator.check import check, slack
 from allocator.generate import generate
 from allocator.grid import Layout, build_tasks
 from allocator.orders import ceiling
+from allocator.schedule import least_per_gpu, serve, swing
 from allocator.stands import stands
 from tests.allocator.scenarios import BEST, SCENARIOS
 
@@ -203,6 +204,36 @@ def test_a_stand_leaves_a_service_what_it_holds_now() -> None:
     held = baselines.greedy(layout, build_tasks(layout)).held
     tried = list(stands(layout, build_tasks(layout), held))
     assert tried and not any(stand.clear & held[0].cells for stand in tried)
+
+
+def test_services_that_are_steady_stand_beside_each_other_and_not_below_a_burst() -> None:
+    burst = {"service": "chat", "ramp": 4, "demand": [0, 0, 0, 4, 0, 0], "priority": 9}
+    steady = {"service": "code", "ramp": 4, "demand": [1] * 6, "priority": 1}
+    layout = Layout(problem(nodes=[{"name": "n0", "gpus": 8}], realtime=[burst, steady]))
+    dearest, calmest = (serve(layout, baselines.follow_demand, order=order) for order in (None, swing))
+    assert {one.service.service: one.rows[0] for one in dearest}["code"] == 1 << 3
+    assert {one.service.service: one.rows[0] for one in calmest}["code"] == 1 << 7
+
+
+def test_a_replica_that_is_mostly_spare_waits_for_the_service_that_needs_every_gpu() -> None:
+    large = {"service": "large", "ramp": 4, "demand": [1] * 6, "priority": 3, "gpus_per_replica": 4}
+    small = {"service": "small", "ramp": 4, "demand": [4] * 6, "priority": 2}
+    found = problem(realtime=[large, small])
+    layout = Layout(found)
+    first = [serve(layout, baselines.follow_demand, order=order)[0] for order in (None, least_per_gpu)]
+    assert [one.service.service for one in first] == ["large", "small"]
+    assert solve(found).objective == -6 * 3 * 5
+
+
+def test_services_leave_a_whole_node_for_jobs_that_need_it() -> None:
+    """A slot's shortage buys the only whole node: the other one has holes beside which services fit."""
+    nodes = [{"name": "n0", "gpus": 4}, {"name": "n1", "gpus": 4}]
+    hole = {"gpus": [0, 1], "from": 0, "to": 6}
+    here = {"service": "chat", "ramp": 1, "demand": [1] * 6, "priority": 1, "current": [7]}
+    wide = [job(f"wide{at}", 4, 2, priority=5) for at in range(2)]
+    narrow = [job(f"narrow{at}", 1, 5, priority=2) for at in range(3)]
+    found = problem(nodes=nodes, unavailable=[hole], realtime=[here], jobs=wide + narrow)
+    assert {"wide0", "wide1"} <= set(starts(found))
 
 
 def test_of_jobs_wider_than_half_of_a_node_one_runs_at_a_time() -> None:
