@@ -10,12 +10,14 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from tasks.calibration import calibrate
 from tasks.program import (
     FinalError,
+    JobFailedError,
     Place,
     Program,
     is_published,
@@ -30,11 +32,14 @@ from tasks.specfile import SpecError, Strict, read_spec
 from tasks.speed import Speed, measured, picture, table
 from training.manifest import entries_of, write_manifest
 from training.models import config_of
+from training.output import write_model
 
 if TYPE_CHECKING:
-    from training.data import Windows
+    from training.data import Tokens, Windows
 
-SchemeName = Literal["int8_weight_only", "int8_dynamic", "int4_weight_only", "fp8", "auto"]
+SchemeName = Literal[
+    "int8_weight_only", "int8_dynamic", "int8_awq", "int4_weight_only", "int4_awq", "fp8", "auto"
+]
 REPORT = "quantization.json"
 
 
@@ -51,6 +56,17 @@ class QuantizationSpec(Strict):
     seq_len: int = Field(default=256, ge=2)
     windows: int = Field(default=32, ge=1)  # sequences scored; as many as training scores at its end
     measure_speed: bool = True
+    calibration: str | list[str] | None = None  # for awq, another text than what `data` does not hold out
+    calibration_windows: int = Field(default=16, ge=1)  # sequences of it that the layers are shown
+
+    @model_validator(mode="after")
+    def _scores_what_it_has_not_seen(self) -> Self:
+        if shared := set(_listed(self.calibration or [])) & set(_listed(self.data)):
+            raise ValueError(
+                f"calibration: {min(shared)!r} is scored, as data; expected another text, or none: the part "
+                "of data that is not held out is used then"
+            )
+        return self
 
 
 @dataclass(frozen=True)
@@ -68,6 +84,14 @@ class Scored:
     def row(self) -> tuple[str, dict[str, Any]]:
         """Its line in the table."""
         return self.name, {"megabytes": self.bytes / 1e6, "perplexity": self.perplexity, **self.speed}
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What a model is calibrated with, and what it is scored on: never the same."""
+
+    shown: "Windows"
+    scored: "Windows"
 
 
 def quantize_job(program: Program) -> None:
@@ -90,17 +114,20 @@ def quantize_job(program: Program) -> None:
         program.metrics.update(**known["metrics"], progress=1.0, outputs=[target])
         print(f"{target} is there already", flush=True)
         return
-    windows = _held_out(program, spec, source)
-    before = _scored("before", source, spec, windows, device)
+    texts = _texts(program, spec, source)
+    before = _scored("before", source, spec, texts.scored, device)
     program.metrics.update(perplexity_before=before.perplexity, progress=1 / (len(schemes) + 1))
     passed, failed = [], []
     for turn, scheme in enumerate(schemes, 2):
+        if SCHEMES[scheme].plain in (done.name for done, _ in passed):
+            continue  # calibrating takes longest, and is for what is too bad without
         try:
-            after = _quantized(program, spec, source, windows, scheme, device)
+            after = _quantized(program, spec, source, texts, scheme, device)
         except Exception as error:  # whatever a library raises where a kernel does not fit the model
+            told = f"{scheme}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
             if len(schemes) == 1:
-                raise
-            failed.append(f"{scheme}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+                raise JobFailedError(f"{program.name}: scheme: {told}") from error
+            failed.append(told)
             continue
         metrics = _compared(before, after)
         program.metrics.update(**metrics, progress=turn / (len(schemes) + 2))
@@ -134,20 +161,23 @@ def _possible(program: Program, spec: QuantizationSpec, device: Device) -> list[
 
 
 def _quantized(
-    program: Program, spec: QuantizationSpec, source: Path, windows: "Windows", scheme: str, device: Device
+    program: Program, spec: QuantizationSpec, source: Path, texts: Texts, scheme: str, device: Device
 ) -> Scored:
     """The model quantized, written to its directory, loaded from there and measured."""
     from training.models import load
-    from training.trainer import write_model
 
-    directory = program.scratch / "quantized" / scheme
-    where = {"device_map": {"": 0}} if SCHEMES[scheme].least else {}  # a GPU's kernels pack the weights
-    changed = load(
-        str(source), quantization_config=quantization_argument(scheme), dtype=_dtype(device), **where
-    )
+    way, directory = SCHEMES[scheme], program.scratch / "quantized" / scheme
+    if way.plain:
+        changed = load(str(source), dtype=_dtype(device)).to(device.kind).eval()
+        calibrate(changed, way.config(), texts.shown, spec.calibration_windows)
+    else:
+        where = {"device_map": {"": 0}} if way.least else {}  # a GPU's kernels pack the weights
+        changed = load(
+            str(source), quantization_config=quantization_argument(scheme), dtype=_dtype(device), **where
+        )
     write_model(changed, directory, source)
     del changed
-    return _scored(scheme, directory, spec, windows, device)
+    return _scored(scheme, directory, spec, texts.scored, device)
 
 
 def _scored(name: str, directory: Path, spec: QuantizationSpec, windows: "Windows", device: Device) -> Scored:
@@ -228,23 +258,35 @@ def _worth(spec: QuantizationSpec, found: Scored) -> float:
     return float(rate) if spec.prefer == "speed" and rate is not None else -float(found.bytes)
 
 
-def _held_out(program: Program, spec: QuantizationSpec, source: Path) -> "Windows":
-    """The windows at the end of the text, in the model's own tokens: those that training held out too."""
-    from training.data import Windows, packed_tokens, split, text_files
+def _texts(program: Program, spec: QuantizationSpec, source: Path) -> Texts:
+    """The texts in the model's own tokens. What is scored is what training held out too."""
+    from training.data import Windows, split
     from training.models import longest_sequence
-    from training.tokenizer import end_token, tokens_of_directory
 
     longest = longest_sequence(str(source))
     if longest is not None and spec.seq_len > longest:
         raise SpecError(f"{program.name}: seq_len: {spec.seq_len}; the model sees at most {longest} tokens")
-    data: str | list[str] = spec.data
-    if data != "shakespeare":
-        keys = [data] if isinstance(data, str) else data
-        data = [str(local_file(program.place("data", key), program.scratch)) for key in keys]
-    tokens = packed_tokens(
-        text_files(data), lambda text: tokens_of_directory(source, text), end_token(source)
+    shown, scored = split(_tokens(program, "data", spec.data, source), spec.held_out)
+    if spec.calibration is not None:
+        shown = _tokens(program, "calibration", spec.calibration, source)
+    return Texts(
+        Windows(shown, spec.seq_len, 0, "calibration"),
+        Windows(scored, spec.seq_len, 0, f"the last {spec.held_out:.0%} of data"),
     )
-    return Windows(split(tokens, spec.held_out)[1], spec.seq_len, 0, f"the last {spec.held_out:.0%} of data")
+
+
+def _tokens(program: Program, field: str, text: str | list[str], source: Path) -> "Tokens":
+    """A text in the model's own tokens."""
+    from training.data import packed_tokens, text_files
+    from training.tokenizer import end_token, tokens_of_directory
+
+    if text != "shakespeare":
+        text = [str(local_file(program.place(field, key), program.scratch)) for key in _listed(text)]
+    return packed_tokens(text_files(text), lambda part: tokens_of_directory(source, part), end_token(source))
+
+
+def _listed(text: str | list[str]) -> list[str]:
+    return [text] if isinstance(text, str) else text
 
 
 def _published(program: Program, target: str) -> dict[str, Any] | None:

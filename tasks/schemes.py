@@ -2,7 +2,8 @@
 
 Invariant: what a device lacks is said from this table, before a model is loaded. The tensors are torchao's;
 transformers and vLLM (as `quantization="torchao"`, from the model's own configuration) read them. Tried here:
-the two int8 schemes with transformers on a processor; int4 and fp8 need a GPU.
+the int8 schemes with transformers on a processor; int4 and fp8 need a GPU. torchao's GPTQ does as well, and
+is not among them.
 """
 
 from collections.abc import Callable
@@ -24,11 +25,15 @@ class Device:
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to quantize. `least` is the GPU it needs; None: any device will do."""
+    """A way to quantize. `least` is the GPU it needs; None: any device will do.
+
+    A scheme with a `plain` one is that one scaled by what the layers see of a text.
+    """
 
     config: Callable[[], "AOBaseConfig"]
     least: tuple[int, int] | None
     what: str
+    plain: str | None = None
 
     def lacks(self, device: Device) -> str | None:
         """What the device is short of; None when it can run this."""
@@ -65,7 +70,9 @@ def _fp8() -> "AOBaseConfig":
 SCHEMES: dict[str, Scheme] = {
     "int8_weight_only": Scheme(_int8_weight_only, None, "8-bit weights, activations as they are"),
     "int8_dynamic": Scheme(_int8_dynamic, None, "8-bit weights, activations rounded to 8 bits as they come"),
+    "int8_awq": Scheme(_int8_weight_only, None, "int8_weight_only, calibrated", "int8_weight_only"),
     "int4_weight_only": Scheme(_int4_weight_only, (8, 0), "4-bit weights in groups of 128, tinygemm kernels"),
+    "int4_awq": Scheme(_int4_weight_only, (8, 0), "int4_weight_only, calibrated", "int4_weight_only"),
     "fp8": Scheme(_fp8, (8, 9), "8-bit floats for weights and activations, a scale for each row"),
 }
 

@@ -4,16 +4,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tasks import quantization
 from tasks.inference import infer
-from tasks.program import FinalError, is_published, publish_directory
+from tasks.program import FinalError, JobFailedError, is_published, publish_directory
 from tasks.quantization import quantize_job
 from tasks.schemes import SCHEMES, Device, Scheme
 from tasks.specfile import SpecError
 from tasks.storage import Storage, open_storage
 from tests.tasks.kind_programs import Job, by_hand, program, small_model
+from training.data import SHIPPED_TEXT
 
 SECTION: dict[str, Any] = {"model": "models/small", "seq_len": 64, "windows": 4, "measure_speed": False}
 pytestmark = pytest.mark.xdist_group("quantization")  # they share a model
@@ -32,7 +34,7 @@ def filled(tmp_path: Path, model: Path) -> Storage:
     return storage
 
 
-@pytest.mark.parametrize("scheme", ["int8_weight_only", "int8_dynamic"])
+@pytest.mark.parametrize("scheme", ["int8_weight_only", "int8_dynamic", "int8_awq"])
 def test_a_quantized_model_is_smaller_and_about_as_good(filled: Storage, tmp_path: Path, scheme: str) -> None:
     job = program(filled, tmp_path / "scratch", {**SECTION, "scheme": scheme})
     quantize_job(job)
@@ -111,6 +113,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({**SECTION, "scheme": "int3"}, "scheme: 'int3': expected 'int8_weight_only', 'int8_dynamic'"),
     ({**SECTION, "shceme": "int8_dynamic"}, "shceme: unknown key; did you mean scheme?"),
     ({**SECTION, "data": "gone.txt"}, "data: 'gone.txt': no such object in"),
+    ({**SECTION, "calibration": "gone.txt"}, "calibration: 'gone.txt': no such object in"),
+    ({**SECTION, "data": "a.txt", "calibration": "a.txt"}, "calibration: 'a.txt' is scored, as data"),
+    ({**SECTION, "scheme": "int4_awq"}, "scheme: 'int4_awq': it needs a GPU of compute capability 8.0"),
     ({**SECTION, "scheme": "fp8"}, "scheme: 'fp8': it needs a GPU of compute capability 8.9 or more"),
     ({**SECTION, "scheme": "int4_weight_only", "model": "models/gone"}, "compute capability 8.0 or more"),
     ({**SECTION, "seq_len": 5000}, "seq_len: 5000; the model sees at most 1024 tokens"),
@@ -146,7 +151,7 @@ def test_auto_tries_what_the_device_has_and_picks_the_smallest_or_the_fastest_th
         assert [line.split(" | ")[0] for line in lines[4:]] == [
             "| before",
             "| int8_weight_only",
-            "| int8_dynamic",
+            "| int8_dynamic",  # int8_weight_only passed: nothing to gain from calibrating
         ]
     speeds = {line.split(" | ")[0]: float(line.split(" | ")[7]) for line in lines[4:]}
     assert f"| {job.metrics.known['scheme']}" == max(list(speeds)[1:], key=lambda name: speeds[name])
@@ -154,7 +159,7 @@ def test_auto_tries_what_the_device_has_and_picks_the_smallest_or_the_fastest_th
     assert job.metrics.known["tokens_per_s_at_256_after"] > 0
 
 
-def test_auto_passes_over_a_scheme_that_the_library_refuses_for_this_model(
+def test_auto_passes_over_a_scheme_that_the_library_refuses_and_calibrates_in_its_place(
     filled: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refusing() -> Any:
@@ -166,6 +171,77 @@ def test_auto_passes_over_a_scheme_that_the_library_refuses_for_this_model(
     report = json.loads(filled.read("outputs/job/model/quantization.json"))
     assert report["metrics"]["scheme"] == "int8_dynamic"
     assert report["failed"] == ["int8_weight_only: NotImplementedError: no kernel for these sizes"]
+    assert "\n| int8_awq | " in filled.read("outputs/job/quantization.md").decode()
+
+
+@pytest.fixture
+def uneven(model: Path, tmp_path: Path) -> Path:
+    """The same model in other numbers: some inputs of its attention are large, and their weights small."""
+    import torch
+
+    from training.models import load
+    from training.output import write_model
+
+    changed = load(str(model))
+    with torch.no_grad():
+        for layer in changed.model.layers:
+            layer.input_layernorm.weight[::8] *= 64
+            for part in ("q_proj", "k_proj", "v_proj"):
+                getattr(layer.self_attn, part).weight[:, ::8] /= 64
+    write_model(changed, tmp_path / "uneven", model)
+    return tmp_path / "uneven"
+
+
+def test_calibration_keeps_the_precision_where_the_inputs_are_large_and_files_keep_the_calibration(
+    uneven: Path, tmp_path: Path
+) -> None:
+    import torch
+
+    from tasks.calibration import calibrate
+    from tasks.schemes import quantization_argument
+    from training.data import Windows
+    from training.models import load
+    from training.output import write_model
+
+    text = (SHIPPED_TEXT / "hamlet.txt").read_bytes()
+    windows = Windows(np.frombuffer(text, np.uint8).astype(np.int32), 64, 0)
+    rows = windows.at(100, 4)[:, :-1]  # others than those that the layers are shown
+
+    def outputs(model: Any) -> torch.Tensor:
+        with torch.inference_mode():
+            return torch.Tensor(model.eval()(input_ids=rows).logits)
+
+    exact = load(str(uneven))
+    wanted = outputs(exact)
+    plain = outputs(load(str(uneven), quantization_config=quantization_argument("int8_weight_only")))
+    calibrate(exact, SCHEMES["int8_awq"].config(), windows, 8)
+    calibrated = outputs(exact)
+    assert (calibrated - wanted).abs().mean() < 0.5 * (plain - wanted).abs().mean()
+    write_model(exact, tmp_path / "written", uneven)
+    assert torch.equal(outputs(load(str(tmp_path / "written"), dtype="auto")), calibrated)
+
+
+def test_the_text_that_is_scored_is_not_calibrated_with(
+    filled: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from training.data import Windows
+
+    used: list[Any] = []
+
+    def noted(windows: Windows, *places: int) -> Any:
+        used.append(windows)
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr(Windows, "at", noted)
+    for name, more in {"same": {}, "other": {"calibration": "mine.txt"}}.items():
+        filled.write("mine.txt", b"my own words " * 20)
+        section = {**SECTION, "scheme": "int8_awq", "held_out": 0.25, **more}
+        with pytest.raises(JobFailedError, match=r"spec\.yaml: scheme: int8_awq: RuntimeError: seen"):
+            quantize_job(program(filled, tmp_path / name, section, name))
+    same, other = (bytes(windows.tokens.astype(np.uint8)) for windows in used)
+    whole = b"".join(path.read_bytes() + b"\0" for path in sorted(SHIPPED_TEXT.glob("*.txt")))
+    assert same == whole[: len(same)] and len(same) / len(whole) == pytest.approx(0.75, abs=1e-3)
+    assert other == b"my own words " * 20 + b"\0"
 
 
 def test_by_hand_it_needs_neither_a_runner_nor_prefect(filled: Storage, tmp_path: Path) -> None:
@@ -183,10 +259,12 @@ def test_a_gate_on_agreement_fails_for_good_and_says_by_how_much(filled: Storage
     assert filled.keys("outputs/gated/") == []
 
 
+EVERYWHERE = ["int8_weight_only", "int8_dynamic", "int8_awq"]
 DEVICES = [
-    (Device("cpu", "a processor", None), ["int8_weight_only", "int8_dynamic"]),
-    (Device("cuda", "A100", (8, 0)), ["int8_weight_only", "int8_dynamic", "int4_weight_only"]),
-    (Device("cuda", "H100", (9, 0)), ["int8_weight_only", "int8_dynamic", "int4_weight_only", "fp8"]),
+    (Device("cpu", "a processor", None), EVERYWHERE),
+    (Device("cuda", "T4", (7, 5)), EVERYWHERE),
+    (Device("cuda", "A100", (8, 0)), [*EVERYWHERE, "int4_weight_only", "int4_awq"]),
+    (Device("cuda", "H100", (9, 0)), [*EVERYWHERE, "int4_weight_only", "int4_awq", "fp8"]),
 ]
 
 
