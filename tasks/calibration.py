@@ -38,8 +38,8 @@ def calibrate(model: Any, base: "AOBaseConfig", text: Windows, windows: int) -> 
 
         quantize_(model, AWQConfig(base, step="prepare"), filter_fn=chosen)
         with torch.no_grad():
-            for part in rows.split(BATCH):
-                model(input_ids=part, use_cache=False)
+            for first in range(0, len(rows), BATCH):
+                model(input_ids=rows[first : first + BATCH], use_cache=False)
         quantize_(model, AWQConfig(base, step="convert"), filter_fn=chosen)
     # What transformers writes into the configuration, and reads the layers' layout by.
     stored = TorchAoConfig(AWQConfig(base, step="prepare_for_loading"))

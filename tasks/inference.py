@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import sys
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -31,7 +32,7 @@ from tasks.engines import (
     read_tokens,
 )
 from tasks.generating import Work
-from tasks.program import FinalError, Program, leave_out, local_file, local_model, main
+from tasks.program import FinalError, Program, leave_out, local_file, local_model, main, said_of
 from tasks.rows import (
     ADDED,
     Format,
@@ -53,6 +54,7 @@ from training.models import config_of
 from training.processes import World, world_from_environment
 
 RUN = "run.json"  # what the shards of an output are made from, and their list
+ATTEMPT = os.environ.get("SLOTWISE_ATTEMPT") or uuid.uuid4().hex  # all processes of an attempt have the same
 
 
 class InferenceSpec(Strict):
@@ -116,7 +118,8 @@ def infer(program: Program) -> None:
     check_engine(spec.engine, spec.tensor_parallel, gpus)
     files = _input_files(program, spec)
     worker = os.environ.get(WORKER)
-    directory = Path(worker) if worker else local_model(program.place("model", spec.model), program.scratch)
+    model = program.place("model", spec.model)
+    directory = Path(worker) if worker else local_model(model, program.scratch)
     run = _agreed(program, spec, files, directory)
     if (known := run.output.closed()) is not None:
         print(f"{program.output} is there already", flush=True)
@@ -130,7 +133,8 @@ def infer(program: Program) -> None:
     if worker:
         program.metrics.path = program.scratch / f"worker-{world.local_rank}.json"
         see_own_gpus(world.local_rank, spec.tensor_parallel)
-    _work(program, run, directory, world, own_gpus=bool(worker))
+    with said_of(model, directory):
+        _work(program, run, directory, world, own_gpus=bool(worker))
     if (all_there := run.output.total()) is not None:  # the last process to finish sees them all
         tally, entries = all_there
         _check_errors(run, tally)
@@ -284,12 +288,11 @@ def _agreed(program: Program, spec: InferenceSpec, files: tuple[InputFile, ...],
         "output_format": form,
     }
     key = f"{program.output}/{RUN}"
-    try:
-        agreed = json.loads(program.storage.read(key))
-    except NotFoundError:
+    if (agreed := _known(program, key, made_from)) is None:
         Reader(files, spec.column).check()
         found = cut(files, spec.shard_rows)
         agreed = {"made_from": made_from, "shards": [list(asdict(shard).values()) for shard in found]}
+        agreed["attempt"] = ATTEMPT
         if not program.storage.create(key, json.dumps(agreed).encode()):
             agreed = json.loads(program.storage.read(key))
     for name in _changed(agreed["made_from"], made_from):
@@ -300,6 +303,19 @@ def _agreed(program: Program, spec: InferenceSpec, files: tuple[InputFile, ...],
     return Run(
         spec, files, Output(program.storage, program.output, form, tuple(Shard(*v) for v in agreed["shards"]))
     )
+
+
+def _known(program: Program, key: str, made_from: dict[str, Any]) -> dict[str, Any] | None:
+    """What is written down already. Of an attempt that ended before it made a row nothing binds the next."""
+    try:
+        agreed = dict(json.loads(program.storage.read(key)))
+    except NotFoundError:
+        return None
+    others = agreed.get("attempt") != ATTEMPT and next(_changed(agreed["made_from"], made_from), None)
+    if others and not program.storage.keys(f"{program.output}/rows-"):
+        program.storage.delete(key)
+        return None
+    return agreed
 
 
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:

@@ -169,12 +169,18 @@ def _run(work: Callable[[Program], None], arguments: Sequence[str]) -> int:
     except Terminated as stopped:
         return _end(metrics, EXIT_STOPPED, str(stopped) or "stopped before its work was done")
     except WRONG as error:
-        return _end(metrics, EXIT_WRONG, str(error))
+        return _end(metrics, EXIT_WRONG, _with_file(Path(arguments[0]).name, error))
     except PLAIN as error:
         return _end(metrics, EXIT_FAILED, str(error))
     except Exception as error:  # ours to mend: the trace is wanted, its last line is what people see
         traceback.print_exc()
         return _end(metrics, EXIT_FAILED, f"{type(error).__name__}: {error}")
+
+
+def _with_file(name: str, error: Exception) -> str:
+    """What is wrong with a spec, after the name of its file."""
+    said = str(error)
+    return said if not isinstance(error, SpecError) or name in said.partition(":")[0] else f"{name}: {said}"
 
 
 def read_text(place: Place) -> str:
@@ -222,6 +228,15 @@ def local_model(place: Place, scratch: Path) -> Path:
             "that a training job leaves beside its checkpoints"
         )
     return directory
+
+
+@contextlib.contextmanager
+def said_of(place: Place, directory: Path) -> Iterator[None]:
+    """Have errors about a model's directory name what the spec calls it, which is what people can mend."""
+    try:
+        yield
+    except (ModelError, TokenizerError) as error:
+        raise type(error)(str(error).replace(str(directory), place.where)) from error
 
 
 def local_directory(place: Place, scratch: Path) -> Path:

@@ -26,6 +26,7 @@ from tasks.program import (
     local_model,
     main,
     publish_directory,
+    said_of,
 )
 from tasks.schemes import SCHEMES, Device, quantization_argument, this_device
 from tasks.specfile import SpecError, Strict, read_spec
@@ -101,7 +102,15 @@ def quantize_job(program: Program) -> None:
         return  # one process is enough; the gang's other nodes have nothing to do
     device = this_device()
     schemes = _possible(program, spec, device)
-    source = local_model(program.place("model", spec.model), program.scratch)
+    model = program.place("model", spec.model)
+    source = local_model(model, program.scratch)
+    with said_of(model, source):
+        _quantize(program, spec, source, schemes, device)
+
+
+def _quantize(
+    program: Program, spec: QuantizationSpec, source: Path, schemes: list[str], device: Device
+) -> None:
     if config_of(str(source)).get("quantization_config") is not None:
         raise SpecError(f"{program.name}: model: {spec.model!r}: is quantized already")
     target = f"{program.output}/model"
@@ -117,9 +126,10 @@ def quantize_job(program: Program) -> None:
     texts = _texts(program, spec, source)
     before = _scored("before", source, spec, texts.scored, device)
     program.metrics.update(perplexity_before=before.perplexity, progress=1 / (len(schemes) + 1))
-    passed, failed = [], []
+    passed: list[tuple[Scored, dict[str, Any]]] = []
+    failed: list[str] = []
     for turn, scheme in enumerate(schemes, 2):
-        if SCHEMES[scheme].plain in (done.name for done, _ in passed):
+        if SCHEMES[scheme].plain in [done.name for done, _ in passed]:
             continue  # calibrating takes longest, and is for what is too bad without
         try:
             after = _quantized(program, spec, source, texts, scheme, device)
@@ -270,7 +280,7 @@ def _texts(program: Program, spec: QuantizationSpec, source: Path) -> Texts:
     if spec.calibration is not None:
         shown = _tokens(program, "calibration", spec.calibration, source)
     return Texts(
-        Windows(shown, spec.seq_len, 0, "calibration"),
+        Windows(shown, spec.seq_len, 0, "calibration" if spec.calibration else "data"),
         Windows(scored, spec.seq_len, 0, f"the last {spec.held_out:.0%} of data"),
     )
 

@@ -215,21 +215,23 @@ def load(directory: str, **arguments: Any) -> Any:
     Raises ModelError.
     """
     import torch
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     if not Path(directory, "config.json").is_file():
         raise ModelError(f"{directory}: no config.json; expected a Hugging Face model directory")
-    chosen = {"dtype": torch.float32, **arguments}
+    # Weights of other sizes are told below, by name.
+    chosen = {"dtype": torch.float32, "ignore_mismatched_sizes": True, **arguments}
     try:
         found: Any = AutoModelForCausalLM.from_pretrained(
             directory, local_files_only=True, output_loading_info=True, **chosen
         )
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError, StrictDataclassError) as error:
         raise ModelError(f"{directory}: cannot be loaded: {' '.join(str(error).split())[:300]}") from error
     loaded, info = found
     for what in ("missing_keys", "mismatched_keys"):
-        if names := sorted(map(str, info.get(what) or ())):
+        if names := sorted(key if isinstance(key, str) else str(key[0]) for key in info.get(what) or ()):
             raise ModelError(
                 f"{directory}: {what.replace('_', ' ')}: {', '.join(names[:3])}; the weights are not whole"
             )

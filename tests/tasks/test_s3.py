@@ -11,10 +11,14 @@ from pathlib import Path
 import pytest
 
 from tasks import s3 as module
+from tasks.inference import infer
+from tasks.program import Place, is_published, local_directory, publish_directory
+from tasks.quantization import quantize_job
 from tasks.s3 import S3Storage
 from tasks.storage import NotFoundError, StorageError, open_storage
 from tests.conftest import MakeStorage, wait_for
 from tests.tasks.faulty_proxy import Fault, FaultyProxy, faulty_proxy
+from tests.tasks.kind_programs import ROWS, program, put, rows, small_model
 
 SMALL = 1 << 18  # segment and part of these tests
 
@@ -237,3 +241,38 @@ def test_a_fetch_that_was_killed_goes_on_where_it_was(
     assert Path(said).read_bytes() == data
     ranges = [begin for method, _, begin in proxy.asked[before:] if method == "GET"]
     assert ranges == [f"bytes={n * SMALL}-{(n + 1) * SMALL - 1}" for n in (3, 4, 5)]
+
+
+def test_jobs_come_through_a_network_that_fails_and_publish_all_or_nothing(
+    storage: S3Storage, proxy: FaultyProxy, tmp_path: Path
+) -> None:
+    publish_directory(storage, "models/small", small_model(tmp_path / "small", steps=5))
+    put(storage, *[{"id": n, "prompt": f"{n} What"} for n in range(12)])
+    infer(program(storage, tmp_path / "quiet", ROWS, "quiet"))
+    smaller = {"model": "models/small", "seq_len": 32, "windows": 1, "measure_speed": False}
+
+    def failing(number: int, method: str, path: str) -> Fault | None:
+        if number % 3 == 0:
+            return Fault(status=500)
+        if number % 4 == 0 and method == "GET":
+            return Fault(cut_after=1000)
+        return Fault(silent_s=0.05) if number % 5 == 0 else None
+
+    proxy.fault = failing
+    infer(program(storage, tmp_path / "noisy", ROWS, "noisy"))
+    assert rows(storage, "noisy") == rows(storage, "quiet")
+    quantize_job(program(storage, tmp_path / "q", smaller, "q"))
+    assert is_published(storage, "outputs/q/model")
+    local_directory(Place(storage, "outputs/q/model", "it"), tmp_path / "read")  # whole by its hashes
+
+    proxy.fault = lambda number, method, path: (
+        Fault(status=500)
+        if method == "PUT" and "/again/model/model.safetensors" in path
+        else failing(number, method, path)
+    )
+    with pytest.raises(StorageError, match="the server answered 500"):
+        quantize_job(program(storage, tmp_path / "again", smaller, "again"))
+    assert not is_published(storage, "outputs/again/model")
+    proxy.fault = failing
+    quantize_job(program(storage, tmp_path / "again", smaller, "again"))
+    assert is_published(storage, "outputs/again/model")
