@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SHARE_OF_FREE = {"cuda": 0.85, "cpu": 0.5}  # a processor's memory is shared with everything else
 LEAST_ROWS = 8  # rows of a batch before it may refuse a shorter prompt
-LEAST_ALIKE = 0.75  # of the longest row's tokens, new ones among them
+LEAST_ALIKE = 0.5  # of the longest row's tokens, new ones among them
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 CGROUP_USED = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
 

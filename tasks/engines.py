@@ -6,7 +6,6 @@ batch but for near ties; sampling is seeded by the shard.
 """
 
 import importlib.util
-import inspect
 import math
 import os
 import time
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 EngineName = Literal["transformers", "vllm"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
-MOST_ROWS = {"cuda": 512, "cpu": 32}  # above these a batch gains little and padding grows
+MOST_ROWS = {"cuda": 512, "cpu": 64}  # above these a batch gains little and padding grows
 LEAST_TO_DROP = 8  # rows in a batch before finished ones are taken out of it
 
 
@@ -169,8 +168,6 @@ class TransformersEngine:
         dtype: Any = "auto" if quantized else dtypes[self.precision]
         self.model: Any = load(str(directory), dtype=dtype).to(self.device).eval()
         self.sizes = sizes_of(self.model)
-        known = inspect.signature(type(self.model).forward).parameters
-        self.cache_argument = "cache" if "cache" in known else "past_key_values"  # transformers renamed it
         self.most_rows = most_rows or MOST_ROWS[self.device.type]
         self.most_tokens = most_tokens or math.inf
         self.work = Work()
@@ -214,23 +211,25 @@ class TransformersEngine:
     def _generate(self, prompts: list[list[int]]) -> list[list[int]]:
         """New tokens of each prompt, what follows an end among them."""
         import torch
-        from transformers import DynamicCache
+
+        from tasks.key_values import cache_argument, empty_cache, prefill
 
         padded = self.tokens.tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(self.device)
         ids, mask = padded["input_ids"], padded["attention_mask"]
-        cache = DynamicCache(config=self.model.config)
+        cache = empty_cache(self.model, ids.shape[1] + self.settings.max_new_tokens)
         rows, left = list(range(len(prompts))), self.settings.max_new_tokens
         made: list[list[int]] = [[] for _ in prompts]
-        self.work.padded_tokens += ids.numel()
-        prefilled = False
+        prefilled, began = False, time.perf_counter()
+        with torch.inference_mode():
+            computed = prefill(self.model, cache, ids, mask, [len(prompt) for prompt in prompts])
+        self.work.padded_tokens += computed + len(prompts) if computed else ids.numel()
         while True:
             watch = _watch(self)
-            began = time.perf_counter()
             with torch.inference_mode():
                 out = self.model.generate(
                     input_ids=ids,
                     attention_mask=mask,
-                    **{self.cache_argument: cache},
+                    **{cache_argument(self.model): cache},
                     max_new_tokens=left,
                     stopping_criteria=[watch],
                     pad_token_id=self.tokens.tokenizer.pad_token_id,
@@ -251,7 +250,7 @@ class TransformersEngine:
                 cache.batch_select_indices(index)
                 ids = out[index]
                 mask = torch.cat([mask[index], mask.new_ones(len(keep), steps)], dim=1)
-            rows, prefilled = [rows[place] for place in keep], True
+            rows, prefilled, began = [rows[place] for place in keep], True, time.perf_counter()
         return made
 
     def _sampling(self) -> dict[str, Any]:
@@ -368,26 +367,31 @@ class VllmEngine:
         from vllm import SamplingParams
 
         given = self.settings
-        how = SamplingParams(
-            max_tokens=given.max_new_tokens,
-            temperature=given.temperature,
-            top_p=given.top_p,
-            top_k=given.top_k or -1,
-            repetition_penalty=given.repetition_penalty,
-            stop=list(given.stop) or None,
-            seed=seed if given.temperature else None,
-        )
+        plain: dict[str, Any] = {
+            "max_tokens": given.max_new_tokens,
+            "temperature": given.temperature,
+            "top_p": given.top_p,
+            "top_k": given.top_k or -1,
+            "repetition_penalty": given.repetition_penalty,
+            "stop": list(given.stop) or None,
+        }
+        # One seed for all would draw the same for rows that ask the same.
+        seeds = [(seed + place) % 2**63 if given.temperature else None for place in range(len(prompts))]
         began = time.perf_counter()
         answers = self.model.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts], how, use_tqdm=False
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            [SamplingParams(**plain, seed=own) for own in seeds],
+            use_tqdm=False,
         )
         found = []
         for prompt, answer in zip(prompts, answers, strict=True):
             best = answer.outputs[0]
             self.work.prompt_tokens += len(prompt)
+            if best.finish_reason not in ("stop", "length"):
+                found.append(Completion(None, None, None, f"vLLM ended it: {best.finish_reason}"))
+                continue
             self.work.generated_tokens += len(best.token_ids)
-            reason: Literal["stop", "length"] = "stop" if best.finish_reason == "stop" else "length"
-            found.append(Completion(best.text, len(best.token_ids), reason))
+            found.append(Completion(best.text, len(best.token_ids), best.finish_reason))
         self.work.rows += len(prompts)
         self.work.seconds += time.perf_counter() - began
         return found

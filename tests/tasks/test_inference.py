@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tasks import inference
+from tasks import batches, inference
 from tasks.batch_output import shard_key
 from tasks.inference import infer
 from tasks.program import FinalError, publish_directory
@@ -22,6 +22,7 @@ from tasks.storage import Storage, open_storage
 from tests.tasks.kind_programs import ROWS as SECTION
 from tests.tasks.kind_programs import Job, by_hand, program, put, rows, small_model, stocked
 from training.manifest import write_manifest
+from training.models import ModelError
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,26 @@ def test_rows_that_run_together_say_what_each_says_alone(root: Path, tmp_path: P
     infer(program(storage, tmp_path, {**SECTION, "batch": 4}, "together"))
     infer(program(storage, tmp_path, {**SECTION, "batch": 1}, "alone"))
     assert rows(storage, "together") == rows(storage, "alone")
+
+
+def test_prompts_that_are_computed_in_groups_say_what_each_says_alone_and_less_is_padding(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = open_storage(str(root))
+    put(
+        storage,
+        *[{"prompt": ("O Romeo, Romeo! " * 8)[:length]} for length in (1, 2, 3, 9, 17, 33, 60, 61, 90)],
+    )
+    section = {**SECTION, "max_new_tokens": 12, "stop": ["e"], "shard_rows": 9}
+    infer(program(storage, tmp_path, {**section, "batch": 1}, "alone"))
+    monkeypatch.setattr(batches, "LEAST_ALIKE", 0.0)  # all in one batch
+    together = program(storage, tmp_path, {**section, "batch": 9}, "together")
+    infer(together)
+    monkeypatch.setattr("tasks.key_values.LEAST_TOKENS", {"cpu": 8})
+    grouped = program(storage, tmp_path, {**section, "batch": 9}, "grouped")
+    infer(grouped)
+    assert rows(storage, "grouped") == rows(storage, "together") == rows(storage, "alone")
+    assert grouped.metrics.known["padding_waste"] < 0.7 * together.metrics.known["padding_waste"]
 
 
 BAD: list[tuple[object, str]] = [
@@ -140,6 +161,25 @@ def test_shards_of_other_settings_are_not_mixed(root: Path, tmp_path: Path, chan
         SpecError, match=f"{next(iter(changes))}: the rows under outputs/job were made with another"
     ):
         infer(program(storage, tmp_path, {**SECTION, **changes}))
+
+
+def test_what_was_given_may_be_mended_as_long_as_no_row_was_made_with_it(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = open_storage(str(root))
+    put(storage, {"prompt": "a"})
+    whole = storage.read("models/small/model.safetensors")
+    manifest = storage.read("models/small/manifest.json")
+    storage.delete("models/small/manifest.json")  # as of a model that somebody copied there
+    storage.write("models/small/model.safetensors", whole[: len(whole) // 2])
+    with pytest.raises(ModelError, match=r"spec\.yaml: model: 'models/small': cannot be loaded"):
+        infer(program(storage, tmp_path, SECTION))
+    storage.write("models/small/model.safetensors", whole)
+    storage.write("models/small/manifest.json", manifest)
+    put(storage, {"prompt": "a"}, {"prompt": "b"})
+    monkeypatch.setattr(inference, "ATTEMPT", "the next one")
+    infer(program(storage, tmp_path, SECTION))
+    assert [row["prompt"] for row in rows(storage)] == ["a", "b"]
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -319,9 +359,11 @@ def test_vllm_gets_the_settings_and_its_answers_become_rows(
         def __init__(self, **arguments: Any) -> None:
             given.update(arguments)
 
-        def generate(self, prompts: list[dict[str, Any]], how: dict[str, Any], use_tqdm: bool) -> list[Any]:
-            given.update(how)
-            ends = ["stop", "length"]
+        def generate(
+            self, prompts: list[dict[str, Any]], how: list[dict[str, Any]], use_tqdm: bool
+        ) -> list[Any]:
+            given.update(how[0], seeds=[each["seed"] for each in how])
+            ends = ["stop", "length", "abort"]
             return [
                 SimpleNamespace(
                     outputs=[
@@ -336,11 +378,13 @@ def test_vllm_gets_the_settings_and_its_answers_become_rows(
     stand_in.LLM, stand_in.SamplingParams = LLM, dict  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", stand_in)
     storage = open_storage(str(root))
-    put(storage, {"prompt": "What"}, b"?", {"prompt": "Where"})
+    put(storage, {"prompt": "What"}, b"?", {"prompt": "Where"}, {"prompt": "Who"})
     asked = {"engine": "vllm", "dtype": "bf16", "stop": ["."], "temperature": 0.5, "seed": 3, "top_k": 7}
     infer(program(storage, tmp_path, SECTION | asked))
     found = [(row["completion"], row["finish_reason"]) for row in rows(storage)]
-    assert found == [("4", "stop"), (None, None), ("5", "length")]
+    assert found == [("4", "stop"), (None, None), ("5", "length"), (None, None)]
+    assert rows(storage)[3]["error"] == "line 4: vLLM ended it: abort"
+    assert len(set(given["seeds"])) == 3  # rows that ask the same are not to be answered the same
     wanted = {"dtype": "bfloat16", "tensor_parallel_size": 1, "max_tokens": 6, "temperature": 0.5, "top_k": 7}
     assert wanted.items() <= given.items()
     assert given["stop"] == ["."] and given["model"] == str(root / "models/small")
