@@ -82,20 +82,20 @@ class Planned:
 def allocate(site: Site, hour: Hour, forecasts: Mapping[str, Forecast], lost: Iterable[str]) -> Planned:
     """Plan the horizon from `hour.begin` on; on the nodes in `lost` nothing may start.
 
-    A replan is light (see `light_mode`) and without baselines. Every job without a place is told why.
+    A replan is light: fast mode alone, and no baselines. Every job without a place is told why.
     """
     full_seconds = site.cluster.full_mode_seconds if hour.trigger == "hourly" else 0.0
     problems: list[Degradation] = []
     state = read_state(site, hour.begin)
     problem = build_problem(site, hour, state, forecasts, set(lost), problems)
-    plan = allocator.solve(problem, mode="fast" if hour.trigger == "hourly" else light_mode(problem))
+    plan = allocator.solve(problem, mode="fast")
     if full_seconds > 0 and any(job.running is None for job in problem.jobs):
         try:
             plan = plan_in_full_mode(problem, full_seconds)
         except FullModeError as error:
             problems.append(Degradation("allocate", "full mode", f"{error}; the fast plan stands"))
     baselines = _baselines(problem, problems) if hour.trigger == "hourly" else {}
-    if plan.mode != "full":  # its reasons came with it
+    if plan.mode == "fast":  # those of full mode came with it
         try:
             plan = with_reasons(problem, plan)
         except Exception as error:  # a plan without explanations is a plan
@@ -103,16 +103,6 @@ def allocate(site: Site, hour: Hour, forecasts: Mapping[str, Forecast], lost: It
     gpus = tuple((node, index) for _, node, index in site.gpu_numbers())
     queued = {row["job"]: row for row in state.queued}
     return Planned(hour, problem, plan, baselines, gpus, queued, state.considered, problems)
-
-
-def light_mode(problem: Problem) -> str:
-    """The mode of a re-plan between hours: by priority, on what the hour's plan left or what has ended since.
-
-    In the replays a search earned no more there and took several times as long (`flows/README.md`). The order
-    of priorities knows no deadlines, so where a job that waits has one, fast mode looks.
-    """
-    due = any(job.deadline is not None for job in problem.jobs if job.running is None)
-    return "fast" if due else "greedy"
 
 
 def _baselines(problem: Problem, problems: list[Degradation]) -> dict[str, Plan]:

@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 
 import allocator
+from allocator import Problem
 from tasks.account import Account, HourPlan
-from tasks.allocate import Planned, State, build_problem, light_mode
+from tasks.allocate import Planned, State, build_problem
 from tasks.cluster import Site
 from tasks.commit import commitment, plan_fact
 from tasks.forecast import Forecast
@@ -316,6 +317,17 @@ class _Course:
                 changes.append({"from": text(self.inputs.trace.at(edge)), "gpus": gpus_on})
             holding = pool
         return changes
+
+
+def light_mode(problem: Problem) -> str:
+    """The mode of a re-plan between hours: by priority, on what the hour's plan left or what has ended since.
+
+    The live loop takes fast mode, whose milliseconds nobody waits for. In replays, which plan thousands of
+    times, it earned no more and took several times as long (`flows/README.md`). The order of priorities knows
+    no deadlines, so where a job that waits has one, fast mode looks.
+    """
+    due = any(job.deadline is not None for job in problem.jobs if job.running is None)
+    return "fast" if due else "greedy"
 
 
 def _some(

@@ -29,6 +29,7 @@ RELEASED = {  # ledgers were made with these; what changes afterwards is a migra
     "0005_forecasts.sql": "30c038e4d46f055c",
     "0006_tuned.sql": "cc265ee4eb2a4643",
     "0007_work.sql": "6a60a56b5b259f6b",
+    "0008_predictions.sql": "cfbd952a057b828c",
 }
 
 

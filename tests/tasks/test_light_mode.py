@@ -1,9 +1,9 @@
-"""How the hour and the re-plans between hours are planned."""
+"""How a replay plans between hours."""
 
 import pytest
 
 from allocator import Choice, Job, Node, Problem, Running, solve
-from tasks.allocate import light_mode
+from tasks.replay import light_mode
 
 ONE = (Choice(1, 2),)
 
