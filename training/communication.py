@@ -8,6 +8,7 @@ process holds its whole gradient between the passes.
 """
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,13 +74,16 @@ def flat_sum(values: Sequence[float], device: torch.device, world: World) -> lis
 def _ddp(module: nn.Module, config: TrainingConfig, device: torch.device) -> nn.Module:
     from torch.nn.parallel import DistributedDataParallel
 
-    return DistributedDataParallel(
-        module,
-        device_ids=[device.index] if device.type == "cuda" else None,
-        bucket_cap_mb=25.0 if config.bucket_mb == "auto" else config.bucket_mb,
-        gradient_as_bucket_view=True,
-        broadcast_buffers=False,
-    )
+    with warnings.catch_warnings():
+        # Its successor, forward_sync_buffers, is not in all versions that we take.
+        warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
+        return DistributedDataParallel(
+            module,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            bucket_cap_mb=25.0 if config.bucket_mb == "auto" else config.bucket_mb,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,
+        )
 
 
 def _sharded(

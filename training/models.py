@@ -7,6 +7,7 @@ refused, so that no count of FLOPs is ever wrong.
 
 import difflib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -198,6 +199,8 @@ def build(model: str, seed: int, layers: int | None = None) -> Any:
     `layers` cuts a shipped one to its first so many. Raises ModelError.
     """
     import torch
+
+    _hush()
     from transformers import LlamaConfig, LlamaForCausalLM
 
     if model not in SHIPPED:
@@ -209,6 +212,17 @@ def build(model: str, seed: int, layers: int | None = None) -> Any:
     return LlamaForCausalLM(LlamaConfig(**_arguments({**_shipped(model), **cut})))
 
 
+def _hush() -> None:
+    """Keep from people what libraries say on import to their own authors, and progress bars from logs."""
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    if not torch.cuda.is_available():  # that kernels for GPUs cannot be loaded is no news there
+        logging.getLogger("torchao").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
 def load(directory: str, **arguments: Any) -> Any:
     """The causal language model in a Hugging Face directory, in fp32 unless `dtype` says otherwise.
 
@@ -217,6 +231,8 @@ def load(directory: str, **arguments: Any) -> Any:
     import torch
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
+
+    _hush()
     from transformers import AutoModelForCausalLM
 
     if not Path(directory, "config.json").is_file():

@@ -140,6 +140,23 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path, first: i
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_torchrun_starts_a_run_that_learns_the_same_and_says_nothing_else(
+    tmp_path: Path, parallel: str
+) -> None:
+    shared: dict[str, Any] = {"schedule": "constant"}
+    whole = train(TrainingConfig(**RUN, **shared), tmp_path / "whole").progress.losses
+    file, output = run_file(tmp_path, **shared, parallel=parallel), tmp_path / "out"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "training", "run", str(file), "--output", str(output)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert curve(output) == pytest.approx(whole, rel=1e-4)
+
+
+@pytest.mark.long
 def test_sigterm_saves_and_leaves(tmp_path: Path) -> None:
     file = run_file(tmp_path, steps=100_000, checkpoint_every=100_000)
     output = tmp_path / "out"
