@@ -247,11 +247,11 @@ def _slot_costs(service: Service, slot: int, most: int, step: float) -> list[flo
         return costs
     wanted = tuple(service.wanted(slot))
     share = penalty / len(wanted)
-    return [step * count + share * lack for count, lack in enumerate(_lacking(wanted, unit, most))]
+    return [step * count + share * lack for count, lack in enumerate(lacking(wanted, unit, most))]
 
 
 @lru_cache(maxsize=4096)
-def _lacking(wanted: tuple[int, ...], unit: int, most: int) -> tuple[int, ...]:
+def lacking(wanted: tuple[int, ...], unit: int, most: int) -> tuple[int, ...]:
     """GPUs that 0, 1, … replicas lack, over all quantiles. Kept: a search, and the next plan, ask again."""
     return tuple(
         [

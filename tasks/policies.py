@@ -51,7 +51,7 @@ class Policy:
     """A way to run a cluster.
 
     Attributes:
-        mode: of the allocator. Those that search have the light mode of the live loop between hours.
+        mode: of the allocator. Those that search have `replay.light_mode` between hours.
         expects: the rows that it plans a service by.
         knows: whether it knows demand and durations.
     """
