@@ -156,7 +156,7 @@ def raising(error: BaseException) -> Callable[[Program], None]:
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
-        (SpecError("a: wrong\nb: wrong"), 2, "a: wrong; b: wrong"),
+        (SpecError("a: wrong\nb: wrong"), 2, "spec.yaml: a: wrong; b: wrong"),
         (StorageError("no answer"), 1, "no answer"),
         (JobFailedError("worse than allowed"), 1, "worse than allowed"),
         (KeyError("x"), 1, "KeyError: 'x'"),
