@@ -243,7 +243,7 @@ def report(site: Site, console: Console) -> int:
     ]
     print_table(
         console,
-        "Worth (value less shortage) and utilization of each plan, and of the baselines' from the same",
+        "Worth (value less shortage) and utilization: each plan, and the baselines on the same problem",
         hours,
     )
     for text in QUERIES:

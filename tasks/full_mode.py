@@ -26,7 +26,8 @@ class FullModeError(Exception):
 def plan_in_full_mode(problem: Problem, seconds: float) -> Plan:
     """The best plan that full mode finds in so many seconds, with the reasons of unplaced jobs.
 
-    Raises FullModeError when the process fails, is killed, is silent for too long, or gives no valid plan.
+    Raises FullModeError when the process cannot start, fails, is killed, is silent for too long, or gives no
+    valid plan.
     """
     guard = [sys.executable, "-S", "-E", str(_GUARD), str(os.getpid()), "0"]
     try:
@@ -39,6 +40,8 @@ def plan_in_full_mode(problem: Problem, seconds: float) -> Plan:
         )
     except subprocess.TimeoutExpired:
         raise FullModeError(f"no answer {GRACE_S:.0f} s after its time limit of {seconds:g} s") from None
+    except OSError as error:  # no memory for another process, say
+        raise FullModeError(f"its process cannot be started: {error}") from None
     if done.returncode != 0:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         ended = f"ended by signal {-done.returncode}" if done.returncode < 0 else f"exit {done.returncode}"

@@ -75,9 +75,7 @@ class TrainingConfig(BaseModel):
     async_checkpoints: bool = True  # written while training goes on
     eval_every: int | None = Field(default=None, ge=1)  # steps; always at the end
     held_out_windows: int = Field(default=32, ge=1)  # sequences of the held-out text that are scored
-    profile_steps: int = Field(
-        default=3, ge=0
-    )  # in a run of many times as many, to see where their time goes
+    profile_steps: int = Field(default=3, ge=0)  # of a run many times as long, to see where time goes
     hang_seconds: float = Field(default=1800, gt=0)  # a step that takes longer ends the run with its stacks
     memory_gb: float | None = Field(default=None, gt=0)  # what a process may use; what is free otherwise
 

@@ -57,6 +57,12 @@ def test_what_goes_wrong_in_it_is_said_in_a_line(
     assert expected in str(failed.value) and "\n" not in str(failed.value)
 
 
+def test_a_process_that_cannot_start_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(FullModeError, match=r"its process cannot be started: .*No such file"):
+        plan_in_full_mode(scenario("contention"), 0.5)
+
+
 def test_it_dies_with_the_planner(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     sleeper = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
