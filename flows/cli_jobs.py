@@ -110,12 +110,19 @@ def jobs(site: Site, states: Sequence[str], limit: int, as_json: bool) -> None:
     if as_json:
         print_json(found[:limit])
         return
-    print_table(site, list(COLUMNS.values()), [[row.get(key) for key in COLUMNS] for row in found[:limit]])
+    shown = [row | _what_was(row) for row in found[:limit]]
+    print_table(site, list(COLUMNS.values()), [[row.get(key) for key in COLUMNS] for row in shown])
     for row in found[:limit]:
         if row.get("error"):
             print(f"{row['source']}: {row['error']}")
     if len(found) > limit:
         print(f"and {len(found) - limit} more; see --limit")
+
+
+def _what_was(row: dict[str, Any]) -> dict[str, Any]:
+    """When a job really began and ended, as far as that is known, in place of when it was to."""
+    real = {"start_at": row.get("started_at"), "end_at": row.get("ended_at")}
+    return {name: at for name, at in real.items() if at is not None}
 
 
 def why(site: Site, job: str, as_json: bool) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
 import yaml
@@ -351,6 +352,21 @@ def test_why_tells_a_runs_end_and_what_it_earned(site: Site, ask: Ask, tmp_path:
     what = [event["what"] for event in said["events"]]
     assert what[0].startswith("taken in from done-")
     assert what[-1] == "attempt 1 on node0: completed"
+
+
+def test_a_job_that_ended_is_listed_with_when_it_did(site: Site, ask: Ask, tmp_path: Path) -> None:
+    ask("submit", spec(tmp_path, "done"))
+    plan(site)
+    end_of_run(site, "done", "completed")
+    (row,) = json.loads(ask("jobs", "--json"))
+    shown = " ".join(ask("jobs").split())
+    zone = ZoneInfo(site.cluster.time_zone)
+    ended, planned = (
+        f"{datetime.fromisoformat(row[name]).astimezone(zone):%Y-%m-%d %H:%M:%S}"
+        for name in ("ended_at", "end_at")
+    )
+    assert ended != planned
+    assert ended in shown and planned not in shown
 
 
 def test_why_tells_the_error_of_a_job_that_will_be_tried_again_and_of_one_that_will_not(
