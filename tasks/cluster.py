@@ -181,12 +181,12 @@ class Site:
         root = self.cluster.storage
         if S3_URL.fullmatch(root):
             return root
-        return str((self.file.parent / root.removeprefix("file://").removeprefix("file:")).absolute())
+        return str((self.file.parent / root.removeprefix("file://").removeprefix("file:")).resolve())
 
     @property
     def state(self) -> Path:
         """Directory on this machine's own disk: the ledger, server data, process ids, logs."""
-        return (self.file.parent / self.cluster.state).absolute()
+        return (self.file.parent / self.cluster.state).resolve()
 
     @property
     def storage(self) -> Storage:
