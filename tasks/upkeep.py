@@ -47,7 +47,7 @@ def upkeep(site: Site, now: datetime) -> Kept | None:
     details_from = now - timedelta(days=site.cluster.keep_details_days)
     with ledger.open_ledger(directory) as connection:
         ledger.forget_details(connection, details_from.replace(hour=0, minute=0, second=0, microsecond=0))
-    packed, done = _pack(site, directory, now.date() - timedelta(days=site.cluster.pack_after_days))
+    packed, done = _pack(site, directory, now.date() - timedelta(days=site.cluster.pack_after_days), now)
     plans = _remove_plans(site, details_from.date())
     abandoned = _remove_abandoned(site)
     if done:
@@ -55,7 +55,7 @@ def upkeep(site: Site, now: datetime) -> Kept | None:
     return Kept(packed, plans, abandoned, done)
 
 
-def _pack(site: Site, directory: Path, before: date) -> tuple[int, bool]:
+def _pack(site: Site, directory: Path, before: date, now: datetime) -> tuple[int, bool]:
     days: dict[date, list[str]] = defaultdict(list)
     for key in fact_keys(site.storage):
         try:
@@ -68,7 +68,7 @@ def _pack(site: Site, directory: Path, before: date) -> tuple[int, bool]:
     for day in sorted(days):
         if worked == DAYS_AT_ONCE:
             return total, False
-        keys = _packable(directory, days[day])
+        keys = _packable(directory, days[day], now)
         if len(keys) >= WORTH_PACKING:
             key, count = pack(site.storage, day, keys)
             with ledger.open_ledger(directory) as connection:
@@ -77,8 +77,11 @@ def _pack(site: Site, directory: Path, before: date) -> tuple[int, bool]:
     return total, True
 
 
-def _packable(directory: Path, keys: list[str]) -> list[str]:
-    """Those that the ledger has and nobody asks for by their key any more."""
+def _packable(directory: Path, keys: list[str], now: datetime) -> list[str]:
+    """Those that the ledger has and nobody asks for by their key any more.
+
+    A view tells people of a deadline by the database's clock; a job is over when it has passed by ours too.
+    """
     with ledger.open_ledger(directory) as connection:
         bad = {row["key"] for row in ledger.rows(connection, "SELECT key FROM bad_facts")}
         open_commits = {
@@ -88,7 +91,10 @@ def _packable(directory: Path, keys: list[str]) -> list[str]:
         live = {
             row["job"]
             for row in ledger.rows(
-                connection, "SELECT job FROM jobs WHERE state NOT IN (SELECT unnest(?))", [list(FINAL_STATES)]
+                connection,
+                "SELECT job FROM jobs WHERE state NOT IN (SELECT unnest(?)) "
+                "OR state = 'expired' AND deadline_at > ?",
+                [list(FINAL_STATES), now],
             )
         } | {row["job"] for row in ledger.rows(connection, "SELECT job FROM recurring")}
         unknown = set(ledger.unknown(connection, keys))

@@ -11,9 +11,11 @@ from tasks import ledger, upkeep
 from tasks.cluster import Site
 from tasks.collect import ledger_directory
 from tasks.facts import FactError, fact_key, fact_keys, write_fact
+from tasks.instants import text
 from tasks.packs import is_packed, pack, pack_keys, read_pack
 from tasks.storage import DirectoryStorage, NotFoundError
 from tests.conftest import make_site
+from tests.tasks import worked_hours
 from tests.tasks.planned_hours import ask
 from tests.tasks.worked_hours import HOUR, Facts
 
@@ -62,6 +64,20 @@ def test_what_may_still_be_asked_for_by_its_key_stays(site: Site, worked: Facts)
     committed = {row["key"] for row in ask(site, "SELECT key FROM ranks WHERE outcome IS NULL")}
     assert committed and committed <= set(left)
     assert "facts/2026-12-01/spec/a.json" not in left
+
+
+def test_a_deadline_has_passed_by_the_control_machines_clock_not_the_databases(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = HOUR.replace(year=2001)
+    monkeypatch.setattr(worked_hours, "HOUR", begin)
+    monkeypatch.setattr(upkeep, "WORTH_PACKING", 1)
+    Facts(site.storage).spec("over", deadline=text(begin + timedelta(days=1)))
+    open_spec = Facts(site.storage).spec("open", deadline=text(begin + timedelta(days=30)))
+    ledger.take_in(ledger_directory(site), site.storage)
+    assert {row["state"] for row in ask(site, "SELECT state FROM jobs")} == {"expired"}
+    upkeep.upkeep(site, begin + timedelta(days=10))
+    assert fact_keys(site.storage) == [open_spec]
 
 
 def test_days_that_are_not_old_enough_stay_loose(site: Site, worked: Facts) -> None:
