@@ -21,7 +21,7 @@ from tasks.instants import text
 from tasks.jobs import Job, occurrences, read_job
 from tasks.predicted import Predictions, predictions_of
 from tasks.specfile import SpecError
-from tasks.storage import NotFoundError, Storage, StorageError
+from tasks.storage import NotFoundError, Storage, StorageError, written_together
 from tasks.work import Amount, amount_of
 
 MOST_KEPT = 16 << 20  # bytes of a bad spec that are kept beside their rejection
@@ -44,30 +44,44 @@ def take_specs(site: Site, known: dict[str, str], now: datetime) -> Received:
     """
     storage = site.storage
     known = dict(known)
-    jobs, rejected, unread = [], [], []
-    for key in storage.keys("inbox/"):
+    jobs, rejected, unread, taken = [], [], [], []
+    with written_together():
+        for key in storage.keys("inbox/"):
+            name = key.removeprefix("inbox/")
+            try:
+                content = storage.read(key, MOST_KEPT)
+                if not content.strip() and not storage.settled(key):
+                    continue  # opened by whoever writes it, and not written yet
+                try:
+                    identity, digest = _take_spec(site, name, content, known, now)
+                    known[identity] = digest
+                    jobs.append(identity)
+                except SpecError as error:
+                    _reject(storage, name, content, str(error), now)
+                    rejected.append(name)
+                taken.append((key, _digest(name, content)))
+            except NotFoundError:  # whoever left it took it back
+                continue
+            except Exception as error:  # whatever is wrong with one file, the others go on
+                unread.append((name, _said(error)))
+    for key, digest in taken:
         name = key.removeprefix("inbox/")
         try:
-            content = storage.read(key, MOST_KEPT)
-            if not content.strip() and not storage.settled(key):
-                continue  # opened by whoever writes it, and not written yet
-            try:
-                identity, digest = _take_spec(site, name, content, known, now)
-                known[identity] = digest
-                jobs.append(identity)
-            except SpecError as error:
-                _reject(storage, name, content, str(error), now)
-                rejected.append(name)
-            if (
-                storage.read(key, MOST_KEPT) == content
-            ):  # else another file came in its place, for the next time
+            if _digest(name, storage.read(key, MOST_KEPT)) == digest:  # else another file came in its place
                 storage.delete(key)
-        except NotFoundError:  # whoever left it took it back
+        except NotFoundError:
             continue
-        except Exception as error:  # whatever is wrong with one file, the others go on
-            said = str(error) if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
-            unread.append((name, said))
+        except StorageError as error:
+            unread.append((name, _said(error)))
     return Received(tuple(jobs), tuple(rejected), tuple(unread))
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
+
+
+def _digest(name: str, content: bytes) -> str:
+    return hashlib.sha256(name.encode() + b"\0" + content).hexdigest()
 
 
 def _take_spec(
@@ -75,7 +89,7 @@ def _take_spec(
 ) -> tuple[str, str]:
     """Record one spec; its id and the hash of its file. Raises SpecError."""
     job = read_job(content, name, site)
-    digest = hashlib.sha256(name.encode() + b"\0" + content).hexdigest()
+    digest = _digest(name, content)
     identity = job.id or f"{job.kind.replace('_', '-')}-{digest[:8]}"
     fact = fact_key("spec", now, identity)
     work = predicted = None
@@ -191,7 +205,7 @@ def cancel_requested(storage: Storage, job: str) -> bool:
 
 
 def _reject(storage: Storage, name: str, content: bytes, error: str, now: datetime) -> None:
-    digest = hashlib.sha256(name.encode() + b"\0" + content).hexdigest()[:8]
+    digest = _digest(name, content)[:8]
     short = f"{digest}-{name.replace('/', '-')[:50]}"
     target = f"rejected/{name}" if len(name.encode()) <= 200 else f"rejected/{short}"
     if not storage.create(target, content) and storage.read(target) != content:

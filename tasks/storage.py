@@ -2,10 +2,11 @@
 
 Invariant: whoever lists or reads a key sees a whole object or none. A write replaces the object in one step;
 `create` lets exactly one of several writers win. The cost is one temporary file and two fsyncs per write in a
-directory, one request per write in S3.
+directory (one where many are written together), one request per write in S3.
 """
 
 import contextlib
+import contextvars
 import os
 import re
 import time
@@ -19,6 +20,7 @@ from tasks.secrets import redacted
 
 SETTLING_S = 1.0  # for so long after its last change someone may still be writing a file
 TEMPORARY = ".tmp-"  # prefix of files being written; never listed
+_unsynced: contextvars.ContextVar[set[Path] | None] = contextvars.ContextVar("_unsynced", default=None)
 S3_URL = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(?P<prefix>.*))?")
 
 
@@ -91,6 +93,25 @@ def open_storage(root: str) -> Storage:
     if "://" in path or not path:
         raise StorageError(f"storage: {root!r} is neither a directory (file:DIR) nor s3://bucket/prefix")
     return DirectoryStorage(Path(path).absolute())
+
+
+@contextlib.contextmanager
+def written_together() -> Iterator[None]:
+    """Sync the directories of all that is written meanwhile once, at the end: until then a power cut (no
+    other death) may take any of it back, never a part of an object. For facts that are made again from what
+    stays until the end has come, not for claims. Raises StorageError when they cannot be synced.
+    """
+    directories: set[Path] = set()
+    before = _unsynced.set(directories)
+    try:
+        yield
+    finally:
+        _unsynced.reset(before)
+        for directory in sorted(directories):
+            try:
+                _sync_directory(directory)
+            except OSError as error:
+                raise StorageError(f"{directory}: {error.strerror or error}") from error
 
 
 def located(storage: Storage, reference: str) -> tuple[Storage, str]:
@@ -282,6 +303,10 @@ def _temporary(target: Path, content: bytes | Path) -> Iterator[Path]:
 
 
 def _sync_directory(directory: Path) -> None:
+    together = _unsynced.get()
+    if together is not None:
+        together.add(directory)
+        return
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,25 @@ def specs(site: Site) -> list[str]:
 
 def take(site: Site, now: datetime = NOW) -> Received:
     return take_specs(site, known(site), now)
+
+
+def test_no_file_leaves_the_inbox_before_the_disk_has_all_facts(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b", "c"):
+        site.storage.write(f"inbox/{name}.yaml", named(name))
+
+    def breaks(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError("no power")
+
+    monkeypatch.setattr(os, "fsync", breaks)
+    with pytest.raises(StorageError, match="no power"):
+        take(site)
+    assert len(site.storage.keys("inbox/")) == 3
+    monkeypatch.undo()
+    assert take(site).jobs == ("a", "b", "c")
+    assert site.storage.keys("inbox/") == []
 
 
 def test_a_file_becomes_a_job_and_leaves_the_inbox(site: Site) -> None:

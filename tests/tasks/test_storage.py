@@ -2,6 +2,7 @@
 
 import os
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ from tasks.storage import (
     exists,
     open_storage,
     upload_tree,
+    written_together,
 )
 from tests.conftest import MakeStorage, wait_for
 
@@ -29,6 +31,27 @@ from tests.conftest import MakeStorage, wait_for
 def test_what_is_written_is_read(storage: Storage) -> None:
     storage.write("a/b.json", b"one")
     assert storage.read("a/b.json") == b"one"
+
+
+def test_what_is_written_together_is_there_at_once_and_its_folder_is_synced_once_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, synced = open_storage(str(tmp_path)), []
+    honest = os.fsync
+
+    def sync(descriptor: int) -> None:
+        synced.append(stat.S_ISDIR(os.fstat(descriptor).st_mode))
+        honest(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    with pytest.raises(ValueError), written_together():
+        for number in range(5):
+            assert storage.create(f"facts/{number}", b"one")
+        assert synced == [False] * 5 and len(storage.keys("facts/")) == 5
+        raise ValueError("what fails meanwhile")
+    assert synced == [False] * 5 + [True]
+    storage.write("facts/alone", b"one")
+    assert synced[6:] == [False, True]
 
 
 def test_writing_again_replaces(storage: Storage) -> None:
