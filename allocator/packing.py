@@ -69,9 +69,10 @@ class Packing:
         stride, row_mask, borders = layout.gpus, layout.row, layout.node_starts
         cells, free, gain = self.cells, self.free, self.gain
         walls: list[tuple[int, int]] = []  # widths and lengths that fit nowhere
-        failed: set[object] = set()  # options that fit nowhere; no more is free later in the order
+        failed: set[Option] = set()  # options that fit nowhere; no more is free later in the order
+        refused: set[tuple[Option, str | None]] = set()  # that guarantees let start nowhere; nor later
         eroded: dict[int, int] = {}  # cells that stay free for so many slots, until a job is placed
-        open_cells, earliest, origin = -1, 0, 0
+        earliest, origin = 0, 0
         room = free.bit_count()
         near = None
         if quota is None and not late and not column and stride * layout.rows >= LARGE:
@@ -82,40 +83,43 @@ class Packing:
                 continue
             for option in task.options:
                 gpus, slots = option.gpus, option.slots
-                key = option if quota is None else (option, task.job.tenant)
-                if option.cells > room or key in failed:
+                if option.cells > room or option in failed:
                     continue
                 if walls and not option.gang and any([gpus >= w and slots >= d for w, d in walls]):  # noqa: C419 - quicker
                     continue
-                if quota is not None:
-                    open_cells = quota.open(task, gpus, slots)
+                if quota is not None and (option, task.job.tenant) in refused:
+                    continue
                 if near is not None and not option.gang:
                     origin, lasting, fits = near.search(free, option, earliest)
                 else:
-                    origin, kept = 0, eroded.get(slots) if open_cells == -1 else None
+                    origin, kept = 0, eroded.get(slots)
                     if kept is None:
-                        kept = free & open_cells
+                        kept = free
                         for shift in option.time_shifts:
                             kept &= kept >> shift
-                        if open_cells == -1:
-                            eroded[slots] = kept
+                        eroded[slots] = kept
                     lasting = fits = kept
                     for shift in option.width_shifts:
                         fits &= fits >> shift
                     fits &= option.starts
                     if earliest:
                         fits = fits >> (earliest * stride) << (earliest * stride)
+                if not fits:
+                    failed.add(option)
+                    if option.anywhere:
+                        walls.append((gpus, slots))
+                    continue
+                if quota is not None:
+                    fits &= quota.lasting(task, option)
+                    if not fits:
+                        refused.add((option, task.job.tenant))
+                        continue
                 if option.gang:
                     block = gang_block(layout, option, fits)
                     if not block:
                         continue
                     start = ((block & -block).bit_length() - 1) // stride
                     break
-                if not fits:
-                    failed.add(key)
-                    if option.anywhere and open_cells == -1:
-                        walls.append((gpus, slots))
-                    continue
                 if column:
                     ever = _fold(fits, layout)
                     first = (ever if side == HIGH else ever & -ever).bit_length() - 1
@@ -189,10 +193,9 @@ class Packing:
             assert option is not None
             start = self.start[task.index]
             self.remove(task)
-            open_cells = self.free
-            if self.quota is not None:
-                open_cells &= self.quota.open(task, option.gpus, option.slots)
-            earlier = places(option, open_cells) & ((1 << (start * stride)) - 1)
+            earlier = places(option, self.free) & ((1 << (start * stride)) - 1)
+            if self.quota is not None and earlier:
+                earlier &= self.quota.lasting(task, option)
             if option.gang:
                 found = gang_block(self.layout, option, earlier)
             else:

@@ -13,7 +13,7 @@ checked. The cost: reservations are counted slot by slot when their own tenant's
 
 from __future__ import annotations
 
-from allocator.grid import Layout, Task
+from allocator.grid import Layout, Option, Task
 from allocator.problem import Problem
 
 QuotaState = tuple[dict[str | None, int], dict[str | None, int], list[dict[str, int]]]
@@ -70,6 +70,14 @@ class Quota:
                 cells &= self._cells((room + enough) & self.tops)
             found = self._open[key] = cells
         return found
+
+    def lasting(self, task: Task, option: Option) -> int:
+        """The cells of all slots from which on the job may hold the GPUs of an option for all its slots."""
+        cells = self.open(task, option.gpus, option.slots)
+        if cells != -1:
+            for shift in option.time_shifts:
+                cells &= cells >> shift
+        return cells
 
     def closed(self, task: Task, gpus: int, slots: int) -> int:
         """The other cells."""
