@@ -227,6 +227,7 @@ def build_problem(
             services=tuple(services),
             unavailable=tuple(holes),
             open_end=True,
+            ageing_per_slot=site.cluster.ageing_per_day * (site.slot / timedelta(days=1)),
         )
     except ProblemError as error:
         raise RuntimeError(f"the ledger's state makes no sound problem: {error}") from error
@@ -359,7 +360,16 @@ def _queued(site: Site, hour: Hour, state: State, row: dict[str, Any]) -> alloca
         release=release,
         deadline=None if deadline is None else end,
         gpu_types=tuple(row["gpu_types"] or ()),
+        waited=_waited(site, hour, row),
     )
+
+
+def _waited(site: Site, hour: Hour, row: dict[str, Any]) -> int:
+    """Slots since a job could have begun; where nothing ages, none, so that like jobs stay alike."""
+    if not site.cluster.ageing_per_day:
+        return 0
+    waited: timedelta = hour.begin - max(row["submitted_at"], row["release_at"])
+    return max(waited // site.slot, 0)
 
 
 def _service(

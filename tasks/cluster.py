@@ -114,6 +114,10 @@ class Cluster(Strict):
 
     A job that has not begun `start_timeout_minutes` after its start goes back to the queue. Workers and
     runners renew a lease three times in `lease_seconds`; one that is four times as old counts as lost.
+
+    `ageing_per_day` is the share by which plans see a queued job's worth rise for each day that it waits, so
+    that work of low priority is not put off for ever: with 0.5, a job of priority 2 is worth as much as a new
+    one of priority 4 after two days. 0 turns it off. The value that is recorded never changes.
     """
 
     name: Name
@@ -127,6 +131,7 @@ class Cluster(Strict):
     season_slots: Annotated[int, Field(ge=1, le=2016)] | None = None
     forecasters: dict[Name, Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]] = Field(default_factory=dict)
     full_mode_seconds: Annotated[float, Field(ge=0, le=3600)] = 5.0
+    ageing_per_day: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 0.0
     start_timeout_minutes: Annotated[float, Field(gt=0, le=1440)] = 10.0
     lease_seconds: Annotated[float, Field(ge=1, le=600)] = 10.0
     pack_after_days: Annotated[int, Field(ge=2, le=3650)] = 7
