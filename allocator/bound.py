@@ -1,7 +1,8 @@
 """A proven upper bound of the objective: the linear program over starts, tightened by rows that plans keep.
 
 The relaxation (see ``relaxation``) is solved by HiGHS; rows that its solution breaks are added and it is
-solved again, until none is broken or time is up. What is reported never depends on the solver being right:
+solved again, until none is broken or time is up. Where not even the first solution ends in time, a bound that
+needs no solver stands. What is reported never depends on the solver being right:
 the bound is computed from the row prices by weak duality, in which any prices that are not negative give a
 bound, good ones a good one. So a run that was cut short, or ended with small errors, still proves what it
 says.
@@ -71,12 +72,11 @@ def linear_bound(relaxation: Relaxation, time_limit: float, rounds: int = _ROUND
     """Solve the linear program, adding rows that its solution breaks, for so many seconds at most."""
     until = perf_counter() + time_limit
     upper = relaxation.upper.astype(float)
-    best = Bound(
-        relaxation.constant + float(upper @ np.maximum(relaxation.objective, 0)),
-        relaxation.objective.copy(),
-        np.zeros(0),
-        (),
-    )
+    poured = fluid_bound(relaxation)
+    all_in = relaxation.constant + float(upper @ np.maximum(relaxation.objective, 0))
+    # What one more of a variable would cost is known beside the bound that it was found with, not another.
+    reduced = relaxation.objective.copy() if all_in < poured else np.zeros(len(upper))
+    best = Bound(min(all_in, poured), reduced, np.zeros(0), ())
     if not len(upper):
         return best
     program = LinearProgram(relaxation)
@@ -86,11 +86,12 @@ def linear_bound(relaxation: Relaxation, time_limit: float, rounds: int = _ROUND
         solution, prices = program.solve(until - perf_counter())
         if prices is not None:
             value, reduced = program.proven(prices)
-            if value < best.value or not len(best.solution):
+            # What was poured may be as good, but does not say what a variable costs.
+            tighter = value <= best.value + 2 * _SAFE * (1 + abs(value))
+            if tighter or not len(best.solution):
                 # Rows only help, but prices of a run that was cut short need not.
-                tighter = value < best.value
                 best = Bound(
-                    min(value, best.value),
+                    value if tighter else best.value,
                     reduced if tighter else best.reduced,
                     solution if solution is not None else best.solution,
                     tuple(added),
@@ -104,6 +105,34 @@ def linear_bound(relaxation: Relaxation, time_limit: float, rounds: int = _ROUND
         added += broken
         program.add(broken)
     return best
+
+
+def fluid_bound(relaxation: Relaxation) -> float:
+    """A bound that takes no solver: free cells go to what earns most for each, jobs and services alike, as if
+    work could be poured.
+
+    It stands where the linear program is too large to end in time, as with hundreds of short slots.
+    """
+    horizon = relaxation.layout.horizon
+    worths: list[tuple[float, int]] = []  # for each cell, and for how many of them
+    total = relaxation.constant
+    for task in relaxation.tasks:
+        total += task.move_cost
+        # One option alone is cut to the horizon; of several another may end within it.
+        cells = task.cells if len(task.options) == 1 else task.options[0].cells
+        worths.append((task.density, cells))
+    for service in relaxation.problem.services:
+        unit = service.gpus_per_replica
+        for slot in range(horizon):
+            wanted = service.wanted(slot)
+            for level in range(-(-max(wanted) // unit)):
+                met = sum([min(max(want - level * unit, 0), unit) for want in wanted])
+                worths.append((service.penalty * met / len(wanted) / unit, unit))
+    left = sum(free.bit_count() for free in relaxation.free[:horizon])
+    for worth, cells in sorted(worths, reverse=True):
+        total += worth * min(cells, left)
+        left -= min(cells, left)
+    return total + _SAFE * (1 + abs(total))
 
 
 class LinearProgram:

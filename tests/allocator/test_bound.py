@@ -3,7 +3,7 @@
 import pytest
 
 from allocator import Problem, load_problem, solve
-from allocator.bound import linear_bound, rounded_down, upper_bound
+from allocator.bound import fluid_bound, linear_bound, rounded_down, upper_bound
 from allocator.generate import generate
 from allocator.relaxation import Relaxation
 from allocator.roundings import roundings
@@ -111,3 +111,17 @@ def test_with_running_jobs_and_holes_the_bound_is_within_five_percent_on_average
         assert bound >= plan.objective - 1e-6
         ratios.append(bound / plan.objective)
     assert sum(ratios) / len(ratios) <= 1.05
+
+
+def test_without_time_for_a_linear_program_free_cells_still_limit_what_can_be_earned() -> None:
+    jobs = [job("dear", 4, 2, priority=3), job("cheap", 4, 4, priority=1)]
+    service = {"service": "s", "ramp": 9, "demand": [1, 1, 1, 1], "priority": 2, "shortage_penalty": 5}
+    # 16 cells: 4 meet the demand, 8 earn 3 each, and what is left earns 1 each.
+    relaxation = Relaxation(problem_of(jobs=jobs, realtime=[service]))
+    assert linear_bound(relaxation, 0).value == pytest.approx(8 * 3 + 4 * 1)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_could_be_poured_is_never_below_a_plan(seed: int) -> None:
+    problem = generate(seed)
+    assert fluid_bound(Relaxation(problem)) >= solve(problem).objective
