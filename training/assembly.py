@@ -13,8 +13,9 @@ from torch import nn
 
 from training import models
 from training.activations import checkpoint_activations, compile_layers
+from training.attention import attend_in_blocks
 from training.communication import Exchange, exchange_for
-from training.config import Precision, TrainingConfig
+from training.config import ConfigError, Precision, TrainingConfig
 from training.flops import flops_per_token
 from training.loss import decoder_layers, loss_of, own_module
 from training.precision import PEAK_OF, MasterWeights, adamw, check_precision, to_fp8
@@ -96,9 +97,14 @@ def assemble(
     check_precision(config.precision, device)
     if config.tf32:
         torch.set_float32_matmul_precision("high")
-    model, identity, flops = _model(config, given)
+    whole = world.size == 1 or config.parallel == "ddp"  # what will be sharded may not fit on one GPU
+    model, identity, flops = _model(config, given, device if whole else torch.device("cpu"))
     model.to(device)
     model.train()
+    if config.attention == "blocks":
+        if device.type != "cpu":
+            raise ConfigError("attention: blocks; expected library on a GPU, whose kernels skip the hidden")
+        attend_in_blocks(model)
     inner = loss_of(model, int(config.loss_chunk))
     layers = decoder_layers(model)
     if config.precision == "fp8":
@@ -123,8 +129,10 @@ def assemble(
     return Parts(model, inner, exchange, optimizer, names, masters, config.precision, device, flops, identity)
 
 
-def _model(config: TrainingConfig, given: nn.Module | None) -> tuple[Any, dict[str, Any], float | None]:
-    """The model, what identifies it, and its FLOPs per token."""
+def _model(
+    config: TrainingConfig, given: nn.Module | None, where: torch.device
+) -> tuple[Any, dict[str, Any], float | None]:
+    """The model, what identifies it, and its FLOPs per token. Fresh weights are drawn `where`."""
     if given is not None or config.model.startswith(models.MODULE):
         own = given if given is not None else own_module(config.model, config.seed)
         sizes = {name: list(parameter.shape) for name, parameter in own.named_parameters()}
@@ -132,7 +140,7 @@ def _model(config: TrainingConfig, given: nn.Module | None) -> tuple[Any, dict[s
     shape = models.shape_of(config.model)
     if config.layers is not None:
         shape = replace(shape, layers=config.layers)
-    built = models.build(config.model, config.seed, config.layers)
+    built = models.build(config.model, config.seed, config.layers, str(where))
     return built, asdict(shape), flops_per_token(shape, config.seq_len, CONVENTION)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from training.config import ConfigError, TrainingConfig
+from training.config import TrainingConfig, check_parallel
 from training.processes import World
 
 
@@ -53,9 +53,8 @@ def exchange_for(
     """The module spread over the processes as the configuration says. Raises ConfigError."""
     if world.size == 1:
         return Exchange(module)
+    check_parallel(config, world.size, world.local_size)
     if config.parallel == "ddp":
-        if config.precision == "bf16_master":
-            raise ConfigError("precision: bf16_master; expected parallel: fsdp or hsdp, not ddp")
         return Exchange(_ddp(module, config, device), config.sync, world.size)
     return _sharded(module, layers, config, world, device)
 
@@ -93,11 +92,6 @@ def _sharded(
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     if config.parallel == "hsdp":
-        if world.local_size < 2 or world.size % world.local_size or world.size == world.local_size:
-            raise ConfigError(
-                f"parallel: hsdp; expected several nodes of several processes each, found {world.size} "
-                f"processes, {world.local_size} on this node; use fsdp"
-            )
         sizes = (world.size // world.local_size, world.local_size)
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
     else:

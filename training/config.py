@@ -85,6 +85,7 @@ class TrainingConfig(BaseModel):
     precision: Precision = "fp32"
     activation_checkpointing: Literal["none", "selective", "full", "auto"] = "none"
     compile: bool | Auto = False
+    attention: Literal["library", "blocks", "auto"] = "auto"
     loss_chunk: NonNegative | Auto = "auto"
     parallel: Literal["ddp", "fsdp", "hsdp", "auto"] = "auto"
     reshard: bool | Auto = "auto"
@@ -176,6 +177,13 @@ LEVERS: dict[str, Lever] = {
     "compile": Lever(
         "rounding", False, "torch.compile of each layer; measured, as it may lose", (False, True)
     ),
+    "attention": Lever(
+        "rounding",
+        "library",
+        "CPU: causal attention in blocks that skip what the mask hides; auto: blocks on a CPU",
+        ("library", "blocks"),
+        True,
+    ),
     "loss_chunk": Lever(
         "rounding", 0, "tokens whose logits exist at one time; 0: all; auto: chunks of up to 16M logits"
     ),
@@ -245,6 +253,18 @@ def levers_on(config: TrainingConfig) -> dict[str, Any]:
         for name, lever in LEVERS.items()
         if getattr(config, name) not in (lever.plain, "auto")
     }
+
+
+def check_parallel(config: TrainingConfig, processes: int, on_node: int) -> None:
+    """Refuse what cannot be spread over so many processes, `on_node` of them on each. Raises ConfigError."""
+    if processes > 1 and config.parallel == "ddp" and config.precision == "bf16_master":
+        raise ConfigError("precision: bf16_master; expected parallel: fsdp or hsdp, not ddp")
+    nodes = on_node > 1 and processes % on_node == 0 and processes > on_node
+    if processes > 1 and config.parallel == "hsdp" and not nodes:
+        raise ConfigError(
+            f"parallel: hsdp; expected several nodes of several processes each, found {processes} "
+            f"processes, {on_node} on this node; use fsdp"
+        )
 
 
 def halved(micro_batch: int) -> int:

@@ -292,6 +292,11 @@ def _system(layout: Layout) -> int:
     return 0 if layout.device == "cpu" else _CUDA_CONTEXT + (_NCCL if layout.gpus > 1 else 0)
 
 
+def sized(bytes_: float) -> str:
+    """Bytes as people say them."""
+    return f"{bytes_ / GIB:.1f} GiB" if bytes_ >= GIB / 10 else f"{bytes_ / 2**20:.1f} MiB"
+
+
 def _check(shape: Shape, layout: Layout) -> None:
     if shape.experts:
         raise ModelError("memory is predicted for dense models; this one has experts")

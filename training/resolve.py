@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from training import models
 from training.config import LEVERS, ConfigError, TrainingConfig
 from training.host_memory import available_bytes, keep_freed_memory
+from training.memory import sized
 from training.processes import World
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ def _by_rule(
         "layers_per_group": (group, f"a layer has {layer_mb:.0f} MB; groups of {GROUP_MB} MB or more"),
         "prefetch_layers": (1, "one group is gathered while another computes"),
         "bucket_mb": (round(bucket, 1), f"about {GRADIENT_BUCKETS} exchanges a step"),
+        "attention": _attention(gpu, own, config.seq_len),
         "loss_chunk": loss_chunk_for(shape.vocab if shape else None),
         "pinned": (gpu, "GPU" if gpu else "no GPU"),
         "prefetch_batches": (1, "the next batch is made while one computes"),
@@ -139,6 +141,17 @@ def _sync(gradient: float, memory: float | None, parallel: str) -> tuple[str, st
     return "every", f"the whole gradient of {gradient / GIB:.1f} GiB would be held between passes"
 
 
+def _attention(gpu: bool, own: bool, seq_len: int) -> tuple[str, str]:
+    """Which attention, and why."""
+    if gpu:
+        return "library", "kernels of GPUs skip what a causal mask hides"
+    if own:
+        return "library", "the module has its own"
+    if seq_len <= 128:  # one block
+        return "library", f"{seq_len} tokens are too few to divide"
+    return "blocks", "CPU: the library computes what the causal mask hides"
+
+
 def loss_chunk_for(vocab: int | None) -> tuple[int, str]:
     """How many tokens' logits exist at one time when nobody says, and why."""
     if vocab is None:
@@ -159,7 +172,7 @@ def check_memory(config: TrainingConfig, world: World, device: "torch.device") -
     if total > available:
         largest = max(parts, key=lambda name: parts[name])
         raise ConfigError(
-            f"micro_batch: {config.micro_batch}; needs {total / GIB:.1f} GiB, {available / GIB:.1f} GiB are "
-            f"free ({largest} take {parts[largest] / GIB:.1f}); expected a smaller micro_batch, "
+            f"micro_batch: {config.micro_batch}; needs {sized(total)}, {sized(available)} are "
+            f"free ({largest} take {sized(parts[largest])}); expected a smaller micro_batch, "
             "activation_checkpointing: full, or more processes with parallel: fsdp"
         )

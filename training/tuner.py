@@ -19,6 +19,7 @@ from training import models
 from training.config import LEVERS, ConfigError, TrainingConfig
 from training.flops import flops_per_token
 from training.host_memory import available_bytes
+from training.memory import sized
 
 if TYPE_CHECKING:
     import torch
@@ -112,10 +113,10 @@ def candidates(config: TrainingConfig, processes: int, machine: Machine) -> list
             continue
         found.append(Candidate(setting, predicted_tokens_per_s(tried, processes, machine), total))
     if not found:
-        free = (machine.memory_bytes or 0) / 2**30
+        free = machine.memory_bytes or 0
         raise ConfigError(
-            f"model: {config.model}: no setting fits: the smallest needs {smallest / 2**30:.1f} GiB, "
-            f"{free:.1f} GiB are free; expected more processes, a smaller model or a shorter seq_len"
+            f"model: {config.model}: no setting fits: the smallest needs {sized(smallest)}, "
+            f"{sized(free)} are free; expected more processes, a smaller model or a shorter seq_len"
         )
     return sorted(found, key=lambda each: -each.tokens_per_s)
 
@@ -286,6 +287,8 @@ def _settings(
         if precision == "fp8" and not machine.fp8:
             continue
         if precision in ("bf16", "bf16_master") and not machine.bf16:
+            continue
+        if setting.get("attention") == "blocks" and machine.kind != "cpu":
             continue
         parallel = setting.get("parallel", config.parallel)
         if precision == "bf16_master" and processes > 1 and parallel == "ddp":

@@ -30,7 +30,10 @@ WRONG = [
     ({"micro_batch": 0}, "c: micro_batch: 0: expected at least 1, or auto"),
     ({"compile": "sometimes"}, "c: compile: 'sometimes': expected true or false, or auto"),
     ({"micro_batch": "auto"}, "c: micro_batch: auto; expected global_batch beside it"),
-    ({"tune": ["lr"]}, "c: tune: lr: expected some of parallel, reshard, layers_per_group, bucket_mb"),
+    (
+        {"tune": ["lr"]},
+        "c: tune: lr: expected some of attention, parallel, reshard, layers_per_group",
+    ),
     ({"nccl": {"PATH": "x"}}, "c: nccl: PATH: expected names that begin with NCCL_"),
     ([1], r"c: \[1\]; expected a mapping with model, data"),
 ]
