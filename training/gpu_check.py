@@ -19,6 +19,8 @@ from training.probe import Probe, probe
 
 Row = dict[str, Any]
 BUDGET_S = 540.0  # rows that would begin later are left out, and said to be
+TUNER_S = 150.0  # that its probes take at most
+COPIED = 256 << 20  # bytes, to time a transfer
 OFF = {name: lever.plain for name, lever in LEVERS.items() if lever.numerics != "changes"}
 
 
@@ -54,34 +56,11 @@ def measured_rows(
     autocast = plain.model_copy(update={"precision": "bf16"})
     best_precision = "bf16" if bf16_is_fast(device)[0] else "fp32"
     tuned = tuned.model_copy(update={"precision": best_precision})
-    planned: list[tuple[str, TrainingConfig]] = [("plain with bf16 autocast", autocast)] if not cpu else []
-    planned.append((f"tuned, {best_precision}", tuned))
-    if (preserving := preserving_of(tuned)) != tuned:
-        planned.append(("tuned, numerics preserved", preserving))
-    for lever in (
-        "micro_batch",
-        "loss_chunk",
-        "compile",
-        "fused_optimizer",
-        "pinned",
-        "prefetch_batches",
-        "keep_host_memory",
-        "expandable_segments",
-    ):
-        if getattr(tuned, lever) not in (OFF[lever], "auto") or lever in _by_device(cpu):
-            planned.append((f"tuned without {lever}", tuned.model_copy(update={lever: OFF[lever]})))
-    planned += [
-        (
-            f"tuned with activation_checkpointing {mode}",
-            tuned.model_copy(update={"activation_checkpointing": mode}),
-        )
-        for mode in ("selective", "full")
-    ]
-    if best_precision == "bf16":
-        planned.append(("tuned, bf16_master", tuned.model_copy(update={"precision": "bf16_master"})))
-        if not cpu and torch.cuda.get_device_capability(device) >= (8, 9):
-            planned.append(("tuned, fp8", tuned.model_copy(update={"precision": "fp8"})))
-    for name, config in planned:
+    first, levers = _planned(tuned, autocast, cpu)
+    tuner: list[Row] = []
+    for place, (name, config) in enumerate(first + levers):
+        if place == len(first):  # before the levers: of what the time leaves out, it is not
+            tuner = [_tuner_row(tuned, cpu, run, BUDGET_S - (time.monotonic() - began))]
         if time.monotonic() - began > BUDGET_S:
             rows.append({"row": name, "note": "left out: ten minutes are over"})
             continue
@@ -90,11 +69,74 @@ def measured_rows(
     for _ in range(2):  # a peak that turns out to be too low is too low for every row
         for row, found in zip(rows, probes, strict=False):  # rows that were left out come last
             row["mfu"] = mfu_of(found, 1)
-    rows.append(_tuner_row(tuned, cpu, run, BUDGET_S - (time.monotonic() - began)))
+    rows += tuner
+    if not cpu:
+        rows.append(_copies_row(device))
     for row in rows:
         if row.get("tokens_per_s") and base:
             row["gain"] = row["tokens_per_s"] / base
     return rows
+
+
+def _planned(
+    tuned: TrainingConfig, autocast: TrainingConfig, cpu: bool
+) -> tuple[list[tuple[str, TrainingConfig]], list[tuple[str, TrainingConfig]]]:
+    """What is measured beside plain: first what counts most, then tuned without each lever."""
+    import torch
+
+    first = [] if cpu else [("plain with bf16 autocast", autocast)]
+    first.append((f"tuned, {tuned.precision}", tuned))
+    if not cpu and torch.cuda.get_device_capability() >= (8, 9):
+        first.append(("tuned, fp8", tuned.model_copy(update={"precision": "fp8"})))
+    if (preserving := preserving_of(tuned)) != tuned:
+        first.append(("tuned, numerics preserved", preserving))
+    levers = [
+        (f"tuned without {lever}", tuned.model_copy(update={lever: OFF[lever]}))
+        for lever in _TAKEN_AWAY
+        if getattr(tuned, lever) not in (OFF[lever], "auto") or lever in _by_device(cpu)
+    ]
+    levers += [
+        (
+            f"tuned with activation_checkpointing {mode}",
+            tuned.model_copy(update={"activation_checkpointing": mode}),
+        )
+        for mode in ("selective", "full")
+    ]
+    if tuned.precision == "bf16":
+        levers.append(("tuned, bf16_master", tuned.model_copy(update={"precision": "bf16_master"})))
+    return first, levers
+
+
+_TAKEN_AWAY = (
+    "micro_batch",
+    "loss_chunk",
+    "compile",
+    "attention",
+    "fused_optimizer",
+    "pinned",
+    "prefetch_batches",
+    "keep_host_memory",
+    "expandable_segments",
+)
+
+
+def _copies_row(device: Any) -> Row:
+    """How fast host memory reaches the GPU, page-locked and not."""
+    import torch
+
+    there = torch.empty(COPIED, dtype=torch.uint8, device=device)
+    rates = []
+    for pinned in (True, False):
+        here = torch.zeros(COPIED, dtype=torch.uint8, pin_memory=pinned)
+        times = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            there.copy_(here, non_blocking=pinned)
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+        rates.append(COPIED / min(times) / 1e9)
+    return {"row": "transfers to the GPU", "note": f"pinned {rates[0]:.1f} GB/s, not {rates[1]:.1f}"}
 
 
 def print_rows(name: str, rows: list[Row]) -> None:
@@ -138,7 +180,7 @@ def _tuner_row(tuned: TrainingConfig, cpu: bool, run: Callable[[TrainingConfig],
     from training.tuner import Machine, tune
 
     name = "tuner"
-    if left < 60 and not cpu:
+    if left < TUNER_S and not cpu:
         return {"row": name, "note": "left out: ten minutes are over"}
     machine = Machine.of(torch.device("cpu" if cpu else "cuda"))
     asked = tuned.model_copy(update={"micro_batch": "auto", "activation_checkpointing": "auto"})
@@ -152,7 +194,7 @@ def _tuner_row(tuned: TrainingConfig, cpu: bool, run: Callable[[TrainingConfig],
 
 
 def _by_device(cpu: bool) -> tuple[str, ...]:
-    return ("keep_host_memory",) if cpu else ("pinned", "expandable_segments", "prefetch_batches")
+    return ("keep_host_memory", "attention") if cpu else ("pinned", "expandable_segments", "prefetch_batches")
 
 
 def _tuned(cpu: bool) -> TrainingConfig:

@@ -32,11 +32,12 @@ class Occupancy:
 class GpmCounter:
     """Tensor Core occupancy between two calls of `read`, from NVML. Raises OSError where there is none."""
 
-    def __init__(self, index: int, nvml: Any = None) -> None:
+    def __init__(self, uuid: str, nvml: Any = None) -> None:
         self.nvml = nvml = nvml or importlib.import_module("pynvml")
         try:
             nvml.nvmlInit()
-            self.handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            # Not by its number: NVML counts the GPUs that CUDA_VISIBLE_DEVICES hides as well.
+            self.handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
             if not nvml.nvmlGpmQueryDeviceSupport(self.handle).isSupportedDevice:
                 raise OSError("this GPU has no GPM metrics")
             self.samples = [nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()]
@@ -56,7 +57,10 @@ class GpmCounter:
             asked.metrics[0].metricId = getattr(nvml, "NVML_GPM_METRIC_ANY_TENSOR_UTIL", TENSOR_ACTIVE)
             nvml.nvmlGpmMetricsGet(asked)
             self.samples.reverse()
-            return Occupancy(asked.metrics[0].value / 100.0, "GPM: Tensor Core active cycles")
+            share = asked.metrics[0].value / 100.0
+            if asked.metrics[0].nvmlReturn or not 0 <= share <= 1:  # also where it is no number
+                return None
+            return Occupancy(share, "GPM: Tensor Core active cycles")
         except nvml.NVMLError:
             return None
 
@@ -68,7 +72,9 @@ def occupancy_meter(
     counter = None
     if device.type == "cuda":
         with contextlib.suppress(OSError):
-            counter = GpmCounter(device.index or 0)
+            import torch
+
+            counter = GpmCounter(str(torch.cuda.get_device_properties(device).uuid))
 
     def read() -> Occupancy:
         counted = counter.read() if counter else None

@@ -174,7 +174,10 @@ def _xid(kernel_log: Callable[[], str]) -> Check:
 
 
 def _kernel_log() -> str:
-    asked = subprocess.run(KERNEL_LOG, capture_output=True, text=True, check=False, timeout=20)
+    try:
+        asked = subprocess.run(KERNEL_LOG, capture_output=True, text=True, check=False, timeout=20)
+    except subprocess.TimeoutExpired as error:
+        raise OSError(str(error)) from None
     if asked.returncode:
         raise OSError(" ".join(asked.stderr.split()) or f"dmesg ended with {asked.returncode}")
     return asked.stdout

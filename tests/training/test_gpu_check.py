@@ -43,6 +43,20 @@ def test_a_row_that_would_come_too_late_is_left_out_and_says_so(monkeypatch: pyt
     rows = measured_rows(TUNED, True, device)
     assert rows[0]["tokens_per_s"] == 100.0
     assert {row["note"] for row in rows[1:-1]} == {"left out: ten minutes are over"}
+    assert rows[-1]["row"] == "tuner"
+
+
+def test_what_counts_most_is_measured_before_the_levers_one_by_one() -> None:
+    asked: list[TrainingConfig] = []
+
+    def run(config: TrainingConfig) -> Probe:
+        asked.append(config)
+        return device(config)
+
+    measured_rows(TUNED, True, run)
+    tuner = [place for place, config in enumerate(asked) if place > 1 and config.micro_batch != 1]
+    without = next(place for place, config in enumerate(asked) if place and config.micro_batch == 1)
+    assert min(tuner) < without
 
 
 @pytest.mark.long

@@ -1,5 +1,7 @@
 """What watches a run: occupancy with its source, a watchdog, and lines that people read."""
 
+import io
+import math
 import subprocess
 import sys
 import time
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 
 from training.occupancy import GpmCounter, occupancy_meter
-from training.progress import told
+from training.progress import Shown, told
 from training.watchdog import EXIT_HUNG, Watchdog
 
 HANGS = """
@@ -36,12 +38,12 @@ def nvml(supported: bool = True, utilization: float = 64.0) -> Any:
     def metrics_get(asked: Any) -> None:
         assert asked.metrics[0].metricId == 5 and asked.numMetrics == 1
         assert {asked.sample1, asked.sample2} == {0, 1}
-        asked.metrics[0].value = utilization
+        asked.metrics[0].value, asked.metrics[0].nvmlReturn = utilization, 0
 
     return SimpleNamespace(
         NVMLError=NVMLError,
         nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
         nvmlGpmQueryDeviceSupport=lambda handle: SimpleNamespace(isSupportedDevice=supported),
         nvmlGpmSampleAlloc=sample,
         nvmlGpmSampleGet=lambda handle, sample: None,
@@ -52,19 +54,24 @@ def nvml(supported: bool = True, utilization: float = 64.0) -> Any:
 
 
 def test_the_counter_gives_the_share_of_cycles_and_its_source() -> None:
-    found = GpmCounter(0, nvml(utilization=64.0)).read()
+    found = GpmCounter("a-b", nvml(utilization=64.0)).read()
     assert found is not None
     assert (found.share, found.source) == (0.64, "GPM: Tensor Core active cycles")
 
 
+@pytest.mark.parametrize("utilization", [math.nan, 140.0])
+def test_a_reading_that_cannot_be_is_none(utilization: float) -> None:
+    assert GpmCounter("a-b", nvml(utilization=utilization)).read() is None
+
+
 def test_a_gpu_without_counters_is_told_apart() -> None:
     with pytest.raises(OSError, match="no GPM metrics"):
-        GpmCounter(0, nvml(supported=False))
+        GpmCounter("a-b", nvml(supported=False))
 
 
 def test_a_driver_that_fails_later_gives_nothing() -> None:
     found = nvml()
-    counter = GpmCounter(0, found)
+    counter = GpmCounter("a-b", found)
 
     def fail(asked: Any) -> None:
         raise NVMLError("not supported")
@@ -109,3 +116,26 @@ def test_a_run_that_goes_on_is_left_alone() -> None:
 )
 def test_a_step_is_one_short_line(metrics: dict[str, Any], line: str) -> None:
     assert told(metrics) == line
+
+
+class Terminal(io.StringIO):
+    """What is written to it, by a program that thinks a person watches."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_terminal_shows_a_bar_with_lines_above_it_and_anything_else_a_line_per_step(
+    watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out: io.StringIO = Terminal() if watched else io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setenv("TERM", "xterm")
+    with Shown(lambda line: print(line)) as shown:
+        for step in (1, 2):
+            shown.step({"steps": step, "steps_total": 2, "loss": 1.5, "mfu": 0.5})
+        shown.line("resumed after step 1")
+    said = out.getvalue()
+    assert "resumed after step 1" in said and "loss 1.5000, MFU 50.0%" in said
+    assert ("2/2" in said and "\x1b[" in said) if watched else ("step 2/2: loss 1.5000" in said)
