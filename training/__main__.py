@@ -3,14 +3,22 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from training import diagnosis, figures, forecasts, hardware, models, preflight, trace
 from training.commands import EXIT_WRONG, add_commands, carried_out
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; `--help` shows how a command is used."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_WRONG, f"{self.prog}: {message}\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code: 2 for a mistake in what was asked, 1 for a run that failed."""
-    parser = argparse.ArgumentParser(prog="python -m training", description=__doc__)
+    parser = _Parser(prog="python -m training", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     trains = add_commands(commands)
     for part in (figures, forecasts, diagnosis, preflight):

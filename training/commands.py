@@ -71,19 +71,29 @@ def carried_out(work: Callable[[argparse.Namespace], int], asked: argparse.Names
     except CheckpointError as error:
         print(f"training: {error}", file=sys.stderr)
         return EXIT_FAILED
+    except OSError as error:  # a disk that is full, a place that cannot be written to
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"training: {where}{error.strerror or error}", file=sys.stderr)
+        return EXIT_FAILED
 
 
 def _run(asked: argparse.Namespace) -> int:
     from training.config import ConfigError, load_config
     from training.launching import launch_workers
+    from training.objects import is_url
 
     config = load_config(asked.config)
     output = Path(asked.output or asked.config.stem)
+    _check_place("--output", output)
+    if asked.checkpoints and not is_url(asked.checkpoints):
+        _check_place("--checkpoints", Path(asked.checkpoints))
     if "RANK" in os.environ:
         for name in ("processes", "compare"):
             if getattr(asked, name):
                 raise ConfigError(f"--{name}: torchrun has started the processes; expected a run without it")
         return _train(config, output, asked.checkpoints, worker=True)
+    if asked.processes is not None and asked.processes < 1:
+        raise ConfigError(f"--processes: {asked.processes}; expected 1 or more")
     processes = asked.processes or _gpus()
     config = _prepared(config, output, processes, asked)
     if processes > 1:
@@ -91,13 +101,26 @@ def _run(asked: argparse.Namespace) -> int:
     return _train(config, output, asked.checkpoints, worker=False)
 
 
+def _check_place(option: str, place: Path) -> None:
+    """Refuse what cannot become a directory before anything is trained. Raises ConfigError."""
+    from training.config import ConfigError
+
+    there = next(path for path in (place, *place.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigError(f"{option}: {place}: {there} is a file; expected a directory")
+    if not os.access(there, os.W_OK):
+        raise ConfigError(f"{option}: {place}: {there} cannot be written to; expected a directory that can")
+
+
 def _prepared(
     config: "TrainingConfig", output: Path, processes: int, asked: argparse.Namespace
 ) -> "TrainingConfig":
     """The configuration with what needs measuring decided; the plain loop is measured when asked for."""
+    from training.config import check_parallel
     from training.launching import decided, plain_baseline
 
     config.accumulation_for(processes)
+    check_parallel(config, processes, processes)
     begun = bool(asked.checkpoints) or (output / "checkpoints").is_dir()
     if begun and (output / "resolved.yaml").is_file():
         config = _as_before(config, output)

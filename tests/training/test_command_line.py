@@ -97,6 +97,45 @@ def test_a_run_that_cannot_be_is_one_line_and_leaves_nothing(
     assert not list(Path().glob("c/**/*.safetensors")) and not list(Path().glob("c/**/step-*"))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--output", "taken"], "--output: taken: taken is a file; expected a directory"),
+        (["--output", "taken/below"], "is a file; expected a directory"),
+        (["--checkpoints", "taken"], "--checkpoints: taken: taken is a file; expected a directory"),
+        (["--processes", "0"], "--processes: 0; expected 1 or more"),
+        (["--processes", "two"], "argument --processes: invalid int value: 'two'"),
+    ],
+)
+def test_a_run_that_has_no_place_or_no_process_is_one_line(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text(f"{{{SMALL}}}")
+    Path("taken").write_text("")
+    try:
+        code = main(["run", "c.yaml", *arguments])
+    except SystemExit as left:
+        code = int(str(left.code))
+    said = capsys.readouterr().err
+    assert code == 2 and message in said and said.count("\n") == 1
+    assert not list(Path().glob("**/step-*"))
+
+
+@pytest.mark.parametrize(("parallel", "precision"), [("hsdp", "fp32"), ("ddp", "bf16_master")])
+def test_what_two_processes_cannot_do_is_said_before_they_start(
+    parallel: str, precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(f"{{{SMALL}, parallel: {parallel}, precision: {precision}}}")
+    assert main(["run", str(config), "--output", str(tmp_path / "out"), "--processes", "2"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_a_model_whose_shard_is_corrupt_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
