@@ -2,11 +2,14 @@
 
 `python -m tests.tasks.killed_inference` reads, from stdin, lines of JSON: the storage's root, a section, a
 name, a rank of so many nodes, the attempt, and the step at which SIGKILL ends it (null: it ends by itself).
-For each it prints how the attempt ended and when each shard was written.
+For each it prints how the attempt ended and which writing of each shard is there: a time, or on S3, whose
+bucket keeps versions, the versions. There a step is a request that changes something: one before it is
+sent, one after it was answered.
 """
 
 import json
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -27,10 +30,44 @@ def main() -> None:
     torch.set_num_threads(1)
     for line in sys.stdin:
         asked = json.loads(line)
+        os.environ.update(asked["surroundings"])
         code = attempt(asked)
-        folder = Path(asked["root"]) / "outputs" / asked["name"]
-        shards = {path.name: path.stat().st_mtime_ns for path in sorted(folder.glob("rows-*"))}
-        print(json.dumps({"code": code, "shards": shards}), flush=True)
+        print(json.dumps({"code": code, "shards": written(asked["root"], asked["name"])}), flush=True)
+
+
+def written(root: str, name: str) -> dict[str, str]:
+    """The shards of a job, each with what changes when it is written once more."""
+    from tasks.s3 import S3Storage
+    from tasks.storage import open_storage
+
+    storage = open_storage(root)
+    if not isinstance(storage, S3Storage):
+        found = sorted((Path(root) / "outputs" / name).glob("rows-*"))
+        return {path.name: str(path.stat().st_mtime_ns) for path in found}
+    prefix = f"{storage.prefix}outputs/{name}/rows-"
+    pages = storage.client.get_paginator("list_object_versions").paginate(
+        Bucket=storage.bucket, Prefix=prefix
+    )
+    versions: dict[str, str] = {}
+    for version in [found for page in pages for found in page.get("Versions", [])]:
+        shard = str(version["Key"]).rpartition("/")[2]
+        versions[shard] = f"{versions.get(shard, '')} {version['VersionId']}".strip()
+    return versions
+
+
+def die_at(storage: Any, step: int) -> None:
+    """Die by SIGKILL at this step of S3 storage."""
+    left = step
+
+    def reached(**_: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    for operation in ("PutObject", "DeleteObject"):
+        for moment in ("before-call", "after-call"):
+            storage.client.meta.events.register(f"{moment}.s3.{operation}", reached)
 
 
 def attempt(asked: dict[str, Any]) -> int:
@@ -45,10 +82,13 @@ def attempt(asked: dict[str, Any]) -> int:
     try:
         os.environ["SLOTWISE_ATTEMPT"] = str(asked["attempt"])
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        if asked["step"] is not None:
+        storage = open_storage(asked["root"])
+        if asked["step"] is not None and asked["root"].startswith("s3:"):
+            die_at(storage, asked["step"])
+        elif asked["step"] is not None:
             faults.arm({"SLOTWISE_FAULT": f"*#{asked['step']}", "PYTEST_VERSION": "any"})
         with tempfile.TemporaryDirectory() as scratch:
-            job = program(open_storage(asked["root"]), Path(scratch), asked["section"], asked["name"])
+            job = program(storage, Path(scratch), asked["section"], asked["name"])
             infer(replace(job, node_rank=asked["rank"], nodes=asked["nodes"]))
         code = 0
     except BaseException:

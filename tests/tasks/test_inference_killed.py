@@ -1,6 +1,7 @@
 """Batch inference that dies or works beside others: no finished shard is done again, no row is lost."""
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -13,8 +14,10 @@ import pytest
 
 from tasks.batch_output import Output, shard_key
 from tasks.inference import infer
-from tasks.storage import open_storage
-from tests.conftest import wait_for
+from tasks.program import publish_directory
+from tasks.s3 import S3Storage
+from tasks.storage import Storage, open_storage
+from tests.conftest import MakeStorage, wait_for
 from tests.tasks.kind_programs import ROWS as SECTION
 from tests.tasks.kind_programs import Job, program, put, rows, small_model, stocked
 
@@ -36,17 +39,19 @@ def root(tmp_path: Path, model: Path) -> Path:
 class Attempts:
     """Attempts at a job of four shards, each killed at a step that it is told or left to end."""
 
-    def __init__(self, root: Path, process: "subprocess.Popen[str]") -> None:
+    def __init__(self, root: str, process: "subprocess.Popen[str]", **surroundings: str) -> None:
         self.root = root
         self.process = process
+        self.surroundings = surroundings
         self.made = 0
-        self.shards: dict[str, dict[str, int]] = {}  # of each job, with the time of its writing
+        self.shards: dict[str, dict[str, str]] = {}  # of each job, with what tells one writing from another
 
     def make(self, name: str, step: int | None, rank: int = 0, nodes: int = 1) -> int:
         """Make one; how it ended. Fails when it wrote a shard that was there."""
         self.made += 1
         asked: dict[str, Any] = {
-            "root": str(self.root),
+            "root": self.root,
+            "surroundings": self.surroundings,
             "section": {**SECTION, "shard_rows": 3, "max_new_tokens": 2},
         }
         asked |= {"name": name, "step": step, "rank": rank, "nodes": nodes, "attempt": self.made}
@@ -60,7 +65,7 @@ class Attempts:
 
     def check(self, name: str) -> None:
         """Everything is there once, and nothing else where others look."""
-        storage = open_storage(str(self.root))
+        storage = open_storage(self.root)
         assert [row.get("id") for row in rows(storage, name)] == [0, 1, 2, None, 4, 5, 6, 7, 8, 9, 10, 11]
         report = json.loads(storage.read(f"outputs/{name}/report.json"))
         assert (report["rows"], report["failed"]) == (12, 1)
@@ -69,18 +74,45 @@ class Attempts:
 
 
 @pytest.fixture(scope="module")
-def attempts(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attempts]:
-    root = stocked(tmp_path_factory.mktemp("attempts"), model)
-    lines: list[object] = [{"id": n, "prompt": f"{n} What"} for n in range(12)]
-    lines[3] = b"?"
-    put(open_storage(str(root)), *lines)
+def forking() -> Iterator["subprocess.Popen[str]"]:
+    """The process that makes all attempts."""
     command = [sys.executable, "-m", "tests.tasks.killed_inference"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        yield Attempts(root, process)
+        yield process
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture(scope="module")
+def attempts(
+    model: Path, forking: "subprocess.Popen[str]", tmp_path_factory: pytest.TempPathFactory
+) -> Attempts:
+    root = str(stocked(tmp_path_factory.mktemp("attempts"), model))
+    put_rows(open_storage(root))
+    return Attempts(root, forking)
+
+
+@pytest.fixture
+def attempts_on_s3(
+    model: Path, forking: "subprocess.Popen[str]", s3: MakeStorage, tmp_path: Path
+) -> Attempts:
+    """The same in a bucket that keeps every version of its objects, to tell what was written twice."""
+    storage = s3()
+    assert isinstance(storage, S3Storage)
+    storage.client.put_bucket_versioning(Bucket=storage.bucket, VersioningConfiguration={"Status": "Enabled"})
+    publish_directory(storage, "models/small", model)
+    put_rows(storage)
+    surroundings = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    return Attempts(storage.root, forking, **surroundings, XDG_CACHE_HOME=str(tmp_path / "cache"))
+
+
+def put_rows(storage: Storage) -> None:
+    """Twelve rows, of which one is none."""
+    lines: list[object] = [{"id": n, "prompt": f"{n} What"} for n in range(12)]
+    lines[3] = b"?"
+    put(storage, *lines)
 
 
 def test_a_job_that_is_killed_at_every_object_it_writes_ends_all_the_same(attempts: Attempts) -> None:
@@ -102,6 +134,32 @@ def test_two_nodes_killed_at_any_step_take_each_others_shards_once_all_the_same(
     for rank in (1, 0):
         assert attempts.make("two", None, rank, nodes=2) == 0
     attempts.check("two")
+
+
+def test_two_nodes_killed_at_any_request_to_s3_write_each_shard_once_all_the_same(
+    attempts_on_s3: Attempts,
+) -> None:
+    draw = random.Random(6)
+    codes = [attempts_on_s3.make("two", draw.randint(2, 14), turn % 2, nodes=2) for turn in range(4)]
+    assert -9 in codes and set(codes) <= {-9, 0}
+    for rank in (1, 0):
+        assert attempts_on_s3.make("two", None, rank, nodes=2) == 0
+    attempts_on_s3.check("two")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_job_killed_at_each_of_its_requests_to_s3_in_turn(attempts_on_s3: Attempts, nodes: int) -> None:
+    step, code = 0, -9
+    while code == -9:
+        step += 1
+        name = f"at{step}-of-{nodes}"
+        code = attempts_on_s3.make(name, step, 0, nodes)
+        for rank in range(nodes):
+            assert attempts_on_s3.make(name, None, rank, nodes) == 0
+        attempts_on_s3.check(name)
+    assert code == 0
+    assert step > 4 * SHARDS
 
 
 @pytest.mark.long
