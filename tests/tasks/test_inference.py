@@ -2,10 +2,12 @@
 
 import io
 import json
+import multiprocessing
 import os
 import re
 import shutil
 import sys
+import time
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -390,20 +392,75 @@ def test_vllm_gets_the_settings_and_its_answers_become_rows(
     assert given["stop"] == ["."] and given["model"] == str(root / "models/small")
 
 
+LARGE_GB = float(os.environ.get("SLOTWISE_TEST_LARGE_GB", "3"))  # 10: as large as a night's input
+MOST_MEMORY = {"jsonl": 1 << 30, "parquet": 2 << 30}  # bytes, however large the file and its row groups are
+BLOB = "x" * 250_000
+
+
 @pytest.mark.long
-def test_a_job_over_a_file_larger_than_its_memory_reads_it_piece_by_piece(root: Path) -> None:
-    count, blob = 6000, "x" * 250_000
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_job_over_a_file_larger_than_its_memory_reads_it_piece_by_piece(root: Path, form: str) -> None:
+    count = int(LARGE_GB * 1e9) // len(BLOB)
     (root / "in").mkdir()
-    with (root / "in" / "rows.jsonl").open("w") as out:
-        for number in range(count):
-            out.write(f'{{"id": {number}, "prompt": "What", "blob": "{blob}"}}\n')
-    size = (root / "in" / "rows.jsonl").stat().st_size
-    job = Job(
-        "tasks.inference", root, "large", {**SECTION, "max_new_tokens": 1, "batch": 32, "shard_rows": 512}
+    large = root / "in" / f"rows.{form}"
+    writing = multiprocessing.get_context("spawn").Process(
+        target={"jsonl": large_jsonl, "parquet": large_parquet}[form], args=(large, count)
     )
-    process = job.start()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
+    writing.start()
+    writing.join()
+    assert writing.exitcode == 0
+    size = large.stat().st_size
+    assert size > LARGE_GB * 1e9
+    section = {**SECTION, "input": f"in/rows.{form}", "max_new_tokens": 1, "batch": 32, "shard_rows": 512}
+    job = Job("tasks.inference", root, "large", section)
+    process, most = job.start(), 0
+    try:
+        while process.poll() is None:
+            most = max(most, most_memory(process.pid))
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.wait()
     assert process.returncode == 0, job.said
     assert json.loads((job.output / "report.json").read_text())["rows"] == count
-    assert usage.ru_maxrss * 1024 < 0.7 * size
+    print(f"{form}: {size / 1e9:.2f} GB, {count} rows, at most {most / 1e9:.2f} GB of memory")
+    assert 0 < most < MOST_MEMORY[form] < size
+
+
+def most_memory(pid: int) -> int:
+    """The most bytes that a process had in memory so far: its own, unlike `ru_maxrss`, which begins with what
+    the process had that started it.
+    """
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    found = re.search(r"VmHWM:\s+(\d+) kB", status)
+    return int(found[1]) * 1024 if found else 0
+
+
+def large_jsonl(path: Path, count: int) -> None:
+    """Rows of 250 kB, written one by one."""
+    with path.open("w") as out:
+        for number in range(count):
+            out.write(f'{{"id": {number}, "prompt": "What", "blob": "{BLOB}"}}\n')
+
+
+def large_parquet(path: Path, count: int) -> None:
+    """The same in row groups of 1 GB, plain, so that nothing shrinks them, in pages of 4 MB.
+
+    The writer looks at a page's size after each batch of values only. By default that is 1024 of them: here a
+    page of 250 MB, which a reader has to hold.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = pa.schema({"id": pa.int64(), "prompt": pa.string(), "blob": pa.string()})
+    with pq.ParquetWriter(
+        path, schema, compression="none", use_dictionary=False, write_batch_size=16
+    ) as writer:
+        for begin in range(0, count, 4000):
+            ids = list(range(begin, min(begin + 4000, count)))
+            blobs = [f"{number:08d}{BLOB}" for number in ids]
+            table = pa.table({"id": ids, "prompt": ["What"] * len(ids), "blob": blobs}, schema)
+            writer.write_table(table, row_group_size=4000)
