@@ -287,12 +287,18 @@ def _texts(program: Program, spec: QuantizationSpec, source: Path) -> Texts:
 
 def _tokens(program: Program, field: str, text: str | list[str], source: Path) -> "Tokens":
     """A text in the model's own tokens."""
-    from training.data import packed_tokens, text_files
+    from training.data import DataError, packed_tokens, text_files
     from training.tokenizer import end_token, tokens_of_directory
 
-    if text != "shakespeare":
-        text = [str(local_file(program.place(field, key), program.scratch)) for key in _listed(text)]
-    return packed_tokens(text_files(text), lambda part: tokens_of_directory(source, part), end_token(source))
+    places = [] if text == "shakespeare" else [program.place(field, key) for key in _listed(text)]
+    files = [local_file(place, program.scratch) for place in places] or text_files(text)
+    try:
+        return packed_tokens(files, lambda part: tokens_of_directory(source, part), end_token(source))
+    except DataError as error:  # it knows files on this machine only, as data
+        said = str(error)
+        for place, file in zip(places, files, strict=False):
+            said = said.replace(f"data: {file}", place.where)
+        raise SpecError(said) from None
 
 
 def _listed(text: str | list[str]) -> list[str]:

@@ -114,6 +114,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({**SECTION, "shceme": "int8_dynamic"}, "shceme: unknown key; did you mean scheme?"),
     ({**SECTION, "data": "gone.txt"}, "data: 'gone.txt': no such object in"),
     ({**SECTION, "calibration": "gone.txt"}, "calibration: 'gone.txt': no such object in"),
+    ({**SECTION, "data": "no.txt"}, "spec.yaml: data: 'no.txt': not a text file in UTF-8: 'utf-8' codec"),
+    ({**SECTION, "calibration": "no.txt"}, "spec.yaml: calibration: 'no.txt': not a text file in UTF-8"),
     ({**SECTION, "data": "a.txt", "calibration": "a.txt"}, "calibration: 'a.txt' is scored, as data"),
     ({**SECTION, "scheme": "int4_awq"}, "scheme: 'int4_awq': it needs a GPU of compute capability 8.0"),
     ({**SECTION, "scheme": "fp8"}, "scheme: 'fp8': it needs a GPU of compute capability 8.9 or more"),
@@ -130,6 +132,7 @@ def test_a_spec_that_cannot_work_is_one_line_and_is_not_tried_again(
     message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    filled.write("no.txt", b"\xff\xfe\x00")
     monkeypatch.setattr("training.models.load", None)  # no model is loaded before it is said
     job = Job("tasks.quantization", tmp_path / "storage", "wrong", section)
     assert job.run_here(quantize_job, monkeypatch) == 2
