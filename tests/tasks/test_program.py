@@ -3,7 +3,9 @@
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from tasks.program import (
 )
 from tasks.specfile import SpecError
 from tasks.storage import Storage, StorageError, open_storage
+from tests.conftest import wait_for
 from tests.tasks.kind_programs import program
 from training.manifest import ManifestError, manifest_bytes, write_manifest
 
@@ -68,6 +71,38 @@ def test_publishing_that_is_cut_off_is_seen_as_incomplete(
         local_model(at(storage, "m"), tmp_path / "scratch")
     publish_directory(storage, "m", model)
     assert is_published(storage, "m")
+
+
+def test_a_reader_that_asks_all_the_time_while_a_model_is_published_gets_none_or_all_of_it(
+    storage: Storage, model: Path, tmp_path: Path
+) -> None:
+    for part in range(6):
+        (model / f"part-{part}.safetensors").write_bytes(bytes([part]) * 50_000)
+    write_manifest(model)
+    whole = {path.name: path.read_bytes() for path in model.iterdir()}
+    answers: list[dict[str, bytes] | None] = []
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not ended.is_set():
+            try:
+                found = local_model(at(storage, "m"), tmp_path / "scratch")
+            except (SpecError, ManifestError):  # nothing lies there, or not all of it
+                answers.append(None)
+            else:
+                answers.append({path.name: path.read_bytes() for path in found.iterdir()})
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask)
+        try:
+            wait_for(lambda: answers or asking.done(), "the reader to ask")
+            publish_directory(storage, "m", model)
+            wait_for(lambda: answers[-1] is not None or asking.done(), "the reader to find the model")
+        finally:
+            ended.set()
+        asking.result()
+    assert answers[0] is None
+    assert all(answer is None or answer == whole for answer in answers)
 
 
 def test_a_damaged_model_is_refused(storage: Storage, model: Path, tmp_path: Path) -> None:
