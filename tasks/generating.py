@@ -55,9 +55,8 @@ class Work:
         }
         if self.prefill_seconds and self.peak_flops_per_s:
             rate = self.prefill_flops * self.processes / self.prefill_seconds
-            found["prefill_mfu"] = found["mfu"] = _share(
-                rate, self.peak_flops_per_s
-            )  # decode is bound by bytes
+            # The MFU of the run is that of prefill: decode is bound by bytes, whose share is its own.
+            found["prefill_mfu"] = found["mfu"] = _share(rate, self.peak_flops_per_s)
             found["peak_flops_per_s"] = self.peak_flops_per_s
         if self.decode_seconds and self.peak_bytes_per_s:
             rate = self.decode_bytes * self.processes / self.decode_seconds

@@ -136,15 +136,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, 
 
 
 @_causal_attention_backward.register_fake
-def _(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attended: Tensor,
-    sums: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return (
         torch.empty_like(query),
         torch.empty_like(key, memory_format=torch.contiguous_format),

@@ -22,6 +22,17 @@ BUDGET_S = 540.0  # rows that would begin later are left out, and said to be
 TUNER_S = 150.0  # that its probes take at most
 COPIED = 256 << 20  # bytes, to time a transfer
 OFF = {name: lever.plain for name, lever in LEVERS.items() if lever.numerics != "changes"}
+_TAKEN_AWAY = (  # levers, one at a time, for what each gains
+    "micro_batch",
+    "loss_chunk",
+    "compile",
+    "attention",
+    "fused_optimizer",
+    "pinned",
+    "prefetch_batches",
+    "keep_host_memory",
+    "expandable_segments",
+)
 
 
 def gpu_check(cpu: bool = False, answer: Path | None = None) -> int:
@@ -105,19 +116,6 @@ def _planned(
     if tuned.precision == "bf16":
         levers.append(("tuned, bf16_master", tuned.model_copy(update={"precision": "bf16_master"})))
     return first, levers
-
-
-_TAKEN_AWAY = (
-    "micro_batch",
-    "loss_chunk",
-    "compile",
-    "attention",
-    "fused_optimizer",
-    "pinned",
-    "prefetch_batches",
-    "keep_host_memory",
-    "expandable_segments",
-)
 
 
 def _copies_row(device: Any) -> Row:
