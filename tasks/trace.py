@@ -380,6 +380,9 @@ def _gpus(file: Path, place: str, service: Service, value: Any) -> float:
 # Files
 
 
+PARQUET = b"PAR1"  # what its files begin with
+
+
 def _rows(
     file: Path, required: Sequence[str], known: Sequence[str], strict: bool = False
 ) -> Iterator[tuple[str, int, Values]]:
@@ -387,7 +390,11 @@ def _rows(
     try:
         with file.open("rb") as opened:
             magic = opened.read(4)
-        if magic == b"PAR1":
+        if magic != PARQUET and file.suffix.lower() in (".parquet", ".pq"):
+            raise TraceError(
+                f"{file}: is no Parquet file: begins with {magic!r}; expected {PARQUET!r}, or CSV named .csv"
+            )
+        if magic == PARQUET:
             yield from _parquet_rows(file, required, known, strict)
         else:
             yield from _csv_rows(file, magic[:2] == b"\x1f\x8b", required, known, strict)

@@ -111,6 +111,16 @@ def test_files_that_are_not_there_are_told(tmp_path: Path) -> None:
         read_trace(tmp_path, None, CLUSTER, tmp_path)
 
 
+@pytest.mark.parametrize("content", [JOBS, "not a table", ""])
+def test_text_named_as_parquet_is_told_as_that(tmp_path: Path, content: str) -> None:
+    jobs = tmp_path / "jobs.parquet"
+    jobs.write_text(content)
+    with pytest.raises(TraceError, match=r"is no Parquet file: begins with b'.*'; expected b'PAR1'") as told:
+        read_trace(jobs, None, CLUSTER.model_copy(update={"services": []}), tmp_path)
+    assert str(told.value).startswith(f"{jobs}: ")
+    assert "\n" not in str(told.value)
+
+
 def test_a_window_of_centuries_is_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "jobs.csv").write_text(f"{COLUMNS}\na,-5,1,60\nb,9e9,1,60\n")
     bare = CLUSTER.model_copy(update={"services": ()})
