@@ -117,33 +117,70 @@ class Estimates:
 
 
 SUPPOSED_RUNS = 5.0  # what is supposed of how long a job lasts counts as so many runs
+# A tenant's jobs of one width are alike: after so many of its runs, they count as much as everybody's.
+TENANT_RUNS = 2.0
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Seconds in rising order, and the sums of these from each one on."""
+
+    seconds: list[float]
+    sums: list[float]
+
+    @classmethod
+    def of(cls, seconds: Iterable[float]) -> "Lengths":
+        """From seconds in any order."""
+        rising = sorted(seconds)
+        return cls(rising, [*accumulate(reversed(rising))][::-1])
+
+    def beyond(self, least_s: float) -> tuple[int, float]:
+        """How many are longer than that, and by how many seconds in all."""
+        first = bisect_right(self.seconds, least_s)
+        count = len(self.seconds) - first
+        return count, self.sums[first] - count * least_s if count else 0.0
 
 
 @dataclass(frozen=True)
 class Lasted:
-    """How long jobs of each width lasted, in rising order, and the sums of these from each one on."""
+    """How long jobs lasted that ended, and those that run so far: of each width, and of a tenant's of it."""
 
-    by_gpus: Mapping[int, tuple[list[float], list[float]]]
+    ended: Mapping[tuple[Any, ...], Lengths]
+    running: Mapping[tuple[Any, ...], Lengths]
 
     @classmethod
-    def of(cls, runs: Iterable[tuple[int, float]]) -> "Lasted":
-        """From pairs of GPUs and seconds."""
-        found: dict[int, list[float]] = defaultdict(list)
-        for gpus, seconds in runs:
-            found[gpus].append(seconds)
-        sums = {}
-        for gpus, lengths in found.items():
-            lengths.sort()
-            sums[gpus] = lengths, [*accumulate(reversed(lengths))][::-1]
-        return cls(sums)
+    def of(
+        cls,
+        ended: Iterable[tuple[int, str | None, float]],
+        running: Iterable[tuple[int, str | None, float]] = (),
+    ) -> "Lasted":
+        """From GPUs, tenant and seconds of each run."""
+        return cls(_lengths(ended), _lengths(running))
 
-    def remaining_s(self, gpus: int, elapsed_s: float, supposed_s: float) -> float:
-        """Mean seconds left to those that lasted longer than `elapsed_s`, drawn to what is supposed."""
-        lengths, sums = self.by_gpus.get(gpus, ((), ()))
-        first = bisect_right(lengths, elapsed_s)
-        count = len(lengths) - first
-        total = sums[first] - count * elapsed_s if count else 0.0
-        return (total + SUPPOSED_RUNS * supposed_s) / (count + SUPPOSED_RUNS)
+    def remaining_s(self, gpus: int, tenant: str | None, elapsed_s: float, supposed_s: float) -> float:
+        """Mean seconds left to those that lasted longer than `elapsed_s`: all of this width, drawn to what is
+        supposed, and the tenant's, drawn to all.
+
+        The mean is the time that runs spent beyond `elapsed_s`, over the ends that came there. What runs adds
+        its time though its end is not known: were it left out, only short jobs would count at first.
+        """
+        mean_s = supposed_s
+        for group, strength in (((gpus,), SUPPOSED_RUNS), ((gpus, tenant), TENANT_RUNS)):
+            ends, spent_s = self.ended.get(group, NO_LENGTHS).beyond(elapsed_s)
+            _, running_s = self.running.get(group, NO_LENGTHS).beyond(elapsed_s)
+            mean_s = (spent_s + running_s + strength * mean_s) / (ends + strength)
+        return mean_s
+
+
+NO_LENGTHS = Lengths([], [])
+
+
+def _lengths(runs: Iterable[tuple[int, str | None, float]]) -> dict[tuple[Any, ...], Lengths]:
+    found: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+    for gpus, tenant, seconds in runs:
+        found[gpus,].append(seconds)
+        found[gpus, tenant].append(seconds)
+    return {group: Lengths.of(seconds) for group, seconds in found.items()}
 
 
 def estimates(past: Iterable[Row], running: Iterable[Row] = ()) -> Estimates:

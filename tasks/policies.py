@@ -111,12 +111,14 @@ POLICIES: Mapping[str, Policy] = {
 
 @dataclass(frozen=True)
 class LearnedDurations:
-    """Estimates of one who has seen the runs that completed, the longest of which took `longest_s`.
+    """Estimates of one who has seen the runs that completed, the longest of which took `longest_s`, and how
+    long those lasted so far that run.
 
     Where nobody declared a duration, most runs last minutes, and most GPU-hours go to the few that last for
     days. At the median every job would seem short, and wide ones would wait for nodes that never empty; such
-    a job is planned at the mean of the runs of its width, and of the log-normal cut at the longest run while
-    there are few. Tenants are not told apart, and a trace knows no work.
+    a job is planned at the mean of its tenant's runs of its width, of all of that width while the tenant had
+    few, and of the log-normal cut at the longest run while these are few. Declarations of tenants are not
+    told apart, and a trace knows no work.
     """
 
     past: Estimates
@@ -140,7 +142,7 @@ class LearnedDurations:
         if self.jobs[profile.job].declared_s is not None:
             return self.past.remaining_s(replace(profile, tenant=None), elapsed_s)
         supposed_s = self.past.remaining_s(replace(profile, tenant=None), elapsed_s, self.longest_s)
-        return self.lasted.remaining_s(profile.gpus, elapsed_s, supposed_s)
+        return self.lasted.remaining_s(profile.gpus, self.jobs[profile.job].tenant, elapsed_s, supposed_s)
 
 
 @dataclass(frozen=True)

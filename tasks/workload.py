@@ -138,7 +138,15 @@ class Workload:
         """Estimate durations from the runs that have completed."""
         if not self.policy.knows:
             longest_s = max((row["actual_s"] for row in self.past), default=UNDECLARED_S)
-            lasted = Lasted.of((row["gpus"], row["actual_s"]) for row in self.past)
+            now = self.cluster.now
+            lasted = Lasted.of(
+                ((row["gpus"], row["tenant"], row["actual_s"]) for row in self.past),
+                (
+                    (each.row["gpus"], each.row["tenant"], now - each.started_s)
+                    for each in self.live.values()
+                    if each.started_s is not None
+                ),
+            )
             self.durations = LearnedDurations(estimates(self.past), self.jobs, longest_s, lasted)
             for row in self.queue.values():
                 self._appraise(row)

@@ -194,8 +194,27 @@ def test_nothing_is_expected_to_outlast_the_longest() -> None:
 
 
 def test_many_runs_of_a_width_say_what_is_left_and_none_leave_it_at_what_is_supposed() -> None:
-    lasted = Lasted.of([(8, 100.0)] * 500 + [(8, 900.0)] * 500)
-    assert lasted.remaining_s(8, 0.0, 1e6) == pytest.approx((500 * 1000 + 5 * 1e6) / 1005)
-    assert lasted.remaining_s(8, 100.0, 800.0) == pytest.approx(800.0)  # only the long ones are left
-    assert lasted.remaining_s(8, 900.0, 70.0) == 70.0  # nothing lasted longer
-    assert lasted.remaining_s(4, 0.0, 70.0) == 70.0  # nothing is known of this width
+    lasted = Lasted.of([(8, "a", 100.0)] * 500 + [(8, "a", 900.0)] * 500)
+    everybody_s = (500 * 1000 + 5 * 1e6) / 1005
+    assert lasted.remaining_s(8, "b", 0.0, 1e6) == pytest.approx((2 * everybody_s) / 2)
+    assert lasted.remaining_s(8, "b", 100.0, 800.0) == pytest.approx(800.0)  # only the long ones are left
+    assert lasted.remaining_s(8, "b", 900.0, 70.0) == 70.0  # nothing lasted longer
+    assert lasted.remaining_s(4, "a", 0.0, 70.0) == 70.0  # nothing is known of this width
+
+
+def test_a_tenants_few_runs_of_a_width_outweigh_many_of_others() -> None:
+    lasted = Lasted.of([(8, "others", 1000.0)] * 995 + [(8, "short", 100.0)] * 8)
+    everybody_s = (995 * 1000 + 8 * 100 + 5 * 1000.0) / 1008
+    assert lasted.remaining_s(8, "short", 0.0, 1000.0) == pytest.approx((8 * 100 + 2 * everybody_s) / 10)
+    assert lasted.remaining_s(8, None, 0.0, 1000.0) == pytest.approx(everybody_s)
+
+
+def test_runs_that_have_not_ended_count_by_the_time_they_took_so_far() -> None:
+    ended, running = [(8, None, 100.0)] * 10, [(8, None, 5000.0)] * 4
+    lasted = Lasted.of(ended, running)
+    everybody_s = (1000 + 20_000 + 5 * 100.0) / 15  # 21,000 seconds of work, and ten ends
+    assert lasted.remaining_s(8, None, 0.0, 100.0) == pytest.approx((21_000 + 2 * everybody_s) / 12)
+    assert lasted.remaining_s(8, None, 0.0, 100.0) > 10 * Lasted.of(ended).remaining_s(8, None, 0.0, 100.0)
+    # Beyond 4000 seconds no run has ended, and four have gone on for 1000 each.
+    everybody_s = (4 * 1000 + 5 * 60.0) / 5
+    assert lasted.remaining_s(8, None, 4000.0, 60.0) == pytest.approx((4 * 1000 + 2 * everybody_s) / 2)
