@@ -5,13 +5,14 @@ checkpoint holds fp32 weights and moments by those names. So a run can go on wit
 precision, or another number of processes.
 """
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from training import models
+from training import models, shards
 from training.activations import checkpoint_activations, compile_layers
 from training.attention import attend_in_blocks
 from training.communication import Exchange, exchange_for
@@ -68,14 +69,12 @@ class Parts:
         if self.masters is not None:
             self.masters.publish()
 
-    def whole_weights(self) -> dict[str, torch.Tensor]:
-        """The weights in fp32 on the host, whole; every process must ask."""
-        found = {}
+    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights in fp32 on the host, one tensor after the other; every process must ask for all."""
         for name, parameter in self.names.items():
             value: Any = parameter.detach()
             value = value.full_tensor() if hasattr(value, "full_tensor") else value
-            found[name] = value.float().cpu()
-        return found
+            yield name, value.float().cpu()
 
     def _begin_moments(self) -> None:
         """Give every parameter the moments that AdamW would at its first step."""
@@ -91,15 +90,25 @@ class Parts:
 
 
 def assemble(
-    config: TrainingConfig, world: World, device: torch.device, given: nn.Module | None = None
+    config: TrainingConfig,
+    world: World,
+    device: torch.device,
+    given: nn.Module | None = None,
+    restored: bool = False,
 ) -> Parts:
-    """Build what a resolved configuration says, on a device. `given` takes the configured model's place."""
+    """Build what a resolved configuration says, on a device. `given` takes the configured model's place.
+
+    What will be sharded may not fit in one process: it has no memory before it is. `restored`: a checkpoint
+    will be read, so the values of sharded weights do not matter.
+    """
     check_precision(config.precision, device)
     if config.tf32:
         torch.set_float32_matmul_precision("high")
-    whole = world.size == 1 or config.parallel == "ddp"  # what will be sharded may not fit on one GPU
-    model, identity, flops = _model(config, given, device if whole else torch.device("cpu"))
-    model.to(device)
+    whole = world.size == 1 or config.parallel == "ddp"
+    own = given is not None or config.model.startswith(models.MODULE)  # made whole, as its function makes it
+    model, identity, flops = _model(config, given, device if whole else torch.device("meta"))
+    if whole:
+        model.to(device)
     model.train()
     if config.attention == "blocks":
         if device.type != "cpu":
@@ -116,6 +125,10 @@ def assemble(
     if config.precision == "bf16_master" and (world.size == 1):
         masters = MasterWeights(model)
     exchange = exchange_for(inner, layers, config, world, device)
+    if not whole and not own:
+        shards.materialise(inner, model, device)
+        if not restored:
+            shards.fill(model, config.model, config.seed, config.layers, device)
     names = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if masters is not None:
         names = {name: masters.of[parameter] for name, parameter in names.items()}
@@ -132,7 +145,8 @@ def assemble(
 def _model(
     config: TrainingConfig, given: nn.Module | None, where: torch.device
 ) -> tuple[Any, dict[str, Any], float | None]:
-    """The model, what identifies it, and its FLOPs per token. Fresh weights are drawn `where`."""
+    """The model, what identifies it, and its FLOPs per token. Fresh weights are drawn `where`; on the meta
+    device only a module of one's own has any."""
     if given is not None or config.model.startswith(models.MODULE):
         own = given if given is not None else own_module(config.model, config.seed)
         sizes = {name: list(parameter.shape) for name, parameter in own.named_parameters()}
@@ -140,7 +154,10 @@ def _model(
     shape = models.shape_of(config.model)
     if config.layers is not None:
         shape = replace(shape, layers=config.layers)
-    built = models.build(config.model, config.seed, config.layers, str(where))
+    if where.type == "meta":
+        built = models.skeleton(config.model, config.layers)
+    else:
+        built = models.build(config.model, config.seed, config.layers, str(where))
     return built, asdict(shape), flops_per_token(shape, config.seq_len, CONVENTION)
 
 

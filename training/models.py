@@ -5,10 +5,11 @@ windows, biases and norms of queries are counted where the architecture is in `_
 refused, so that no count of FLOPs is ever wrong.
 """
 
+import contextlib
 import difflib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -202,16 +203,45 @@ def build(model: str, seed: int, layers: int | None = None, device: str = "cpu")
     import torch
 
     _hush()
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+    _check_cut(model, layers)
     if model not in SHIPPED:
-        if layers is not None:
-            raise ModelError(f"layers: {layers}; expected a shipped model to cut, not {model}")
         return load(model)
+    from transformers import LlamaForCausalLM
+
     torch.manual_seed(seed)
-    cut = {} if layers is None else {"num_hidden_layers": layers}
     with torch.device(device):
-        return LlamaForCausalLM(LlamaConfig(**_arguments({**_shipped(model), **cut})))
+        return LlamaForCausalLM(_llama_config(model, layers))
+
+
+def skeleton(model: str, layers: int | None = None) -> Any:
+    """The model on the meta device: parameters and buffers with shapes but no memory. Raises ModelError."""
+    import torch
+
+    _hush()
+    _check_cut(model, layers)
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        if model in SHIPPED:
+            return LlamaForCausalLM(_llama_config(model, layers))
+        with loading(model):
+            config = AutoConfig.from_pretrained(model, local_files_only=True)
+            built: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            if Path(model, "generation_config.json").is_file():
+                built.generation_config = GenerationConfig.from_pretrained(model, local_files_only=True)
+            return built
+
+
+def _check_cut(model: str, layers: int | None) -> None:
+    if layers is not None and model not in SHIPPED:
+        raise ModelError(f"layers: {layers}; expected a shipped model to cut, not {model}")
+
+
+def _llama_config(name: str, layers: int | None) -> Any:
+    from transformers import LlamaConfig
+
+    cut = {} if layers is None else {"num_hidden_layers": layers}
+    return LlamaConfig(**_arguments({**_shipped(name), **cut}))
 
 
 def _hush() -> None:
@@ -231,8 +261,6 @@ def load(directory: str, **arguments: Any) -> Any:
     Raises ModelError.
     """
     import torch
-    from huggingface_hub.errors import StrictDataclassError
-    from safetensors import SafetensorError
 
     _hush()
     from transformers import AutoModelForCausalLM
@@ -241,19 +269,32 @@ def load(directory: str, **arguments: Any) -> Any:
         raise ModelError(f"{directory}: no config.json; expected a Hugging Face model directory")
     # Weights of other sizes are told below, by name.
     chosen = {"dtype": torch.float32, "ignore_mismatched_sizes": True, **arguments}
-    try:
+    with loading(directory):
         found: Any = AutoModelForCausalLM.from_pretrained(
             directory, local_files_only=True, output_loading_info=True, **chosen
         )
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError, StrictDataclassError) as error:
-        raise ModelError(f"{directory}: cannot be loaded: {' '.join(str(error).split())[:300]}") from error
     loaded, info = found
     for what in ("missing_keys", "mismatched_keys"):
         if names := sorted(key if isinstance(key, str) else str(key[0]) for key in info.get(what) or ()):
-            raise ModelError(
-                f"{directory}: {what.replace('_', ' ')}: {', '.join(names[:3])}; the weights are not whole"
-            )
+            raise not_whole(directory, what.replace("_", " "), names)
     return loaded
+
+
+@contextlib.contextmanager
+def loading(directory: str) -> Iterator[None]:
+    """What transformers and safetensors raise for a directory that they cannot read, as ModelError."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError, StrictDataclassError) as error:
+        raise ModelError(f"{directory}: cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+
+
+def not_whole(directory: str, what: str, names: Sequence[str]) -> ModelError:
+    """The error for tensors that a directory lacks, or has in other sizes."""
+    return ModelError(f"{directory}: {what}: {', '.join(names[:3])}; the weights are not whole")
 
 
 def _shipped(name: str) -> dict[str, Any]:

@@ -175,7 +175,8 @@ class Run:
         from training import assembly
 
         self.device = device
-        self.parts = assembly.assemble(self.config, self.world, device, given)
+        found = self._agreed_checkpoint()
+        self.parts = assembly.assemble(self.config, self.world, device, given, restored=found is not None)
         self.identity = {"model": self.parts.identity, **describe(windows)}
         per_token = self.parts.flops_per_token
         self.flops_per_token = per_token if per_token is not None else 0.0
@@ -187,7 +188,7 @@ class Run:
             self.config.keep_checkpoints,
             self.config.async_checkpoints,
         )
-        if (found := self._agreed_checkpoint()) is not None:
+        if found is not None:
             self.start = self._restore(found)
             self.log(f"resumed after step {self.start.step}")
         if self.world.rank == 0 and self.flops_per_token:
@@ -357,9 +358,13 @@ class Run:
         directory = self.directory / "model"
         loss = self.evaluate(held_out)
         weights = self.parts.whole_weights()
-        if self.world.rank == 0:
-            source = tokenizer_source(self.config.model)
-            write_model(self.parts.model, directory, source, weights)
+        try:
+            if self.world.rank == 0:
+                source = tokenizer_source(self.config.model)
+                write_model(self.parts.model, directory, source, weights)
+        finally:
+            for _ in weights:  # all processes gather each, whether the first can write it or not
+                pass
         metrics = {**self.metrics(progress), "held_out_loss": loss, "perplexity": perplexity(loss)}
         return Result(progress, loss, directory, metrics)
 

@@ -14,8 +14,10 @@ import yaml
 from tests.conftest import wait_for
 from tests.training.pair import LAYOUTS, ON_TWO_NODES, STEPS
 from tests.training.small_runs import SMALL
+from training import models
 from training.__main__ import main
 from training.config import TrainingConfig, plain_of
+from training.output import write_model
 from training.processes import free_port, run_quietly
 from training.trainer import train
 
@@ -137,6 +139,25 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path, first: i
     metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [line["steps"] for line in metrics] == list(range(1, 9))
     assert [line["processes"] for line in metrics] == [first] * 4 + [then] * 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("source", ["fresh", "a directory"])
+def test_fifty_sharded_steps_are_those_of_one_process(tmp_path: Path, source: str) -> None:
+    import torch
+
+    changes: dict[str, Any] = {"steps": 50, "checkpoint_every": 25}
+    if source == "a directory":
+        given = models.build("llama-micro", seed=9).to(torch.bfloat16)
+        write_model(given, tmp_path / "given", None)
+        changes["model"] = str(tmp_path / "given")
+    alone = train(TrainingConfig(**{**RUN, **changes}), tmp_path / "alone")
+    file, output = run_file(tmp_path, **changes, parallel="fsdp"), tmp_path / "out"
+    assert main(["run", str(file), "--output", str(output), "--processes", "2"]) == 0
+    assert curve(output) == pytest.approx(alone.progress.losses, rel=1e-3)
+    one, two = (models.load(str(place / "model")) for place in (tmp_path / "alone", output))
+    for name, weight in one.named_parameters():
+        assert torch.allclose(weight, two.get_parameter(name), atol=1e-3), name
 
 
 @pytest.mark.long
