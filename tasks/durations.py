@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, TypeGuard
 
@@ -214,10 +215,14 @@ OCCURRENCE_DEPTH = 5  # length of the groups that hold occurrences of one job
 
 def _groups(job: str, kind: str, gpus: int, tenant: str | None, by: str) -> tuple[Group, ...]:
     """All jobs, the kind, the tenant's, those of this size, and the occurrences (`stem@instant`) of it."""
-    tenant, size = tenant or "", str(gpus)
-    groups = (by,), (by, kind), (by, kind, tenant), (by, kind, tenant, size)
+    groups = _kin(kind, gpus, tenant or "", by)
     stem, occurs, _ = job.partition("@")
-    return (*groups, (by, kind, tenant, size, stem)) if occurs else groups
+    return (*groups, (*groups[-1], stem)) if occurs else groups
+
+
+@lru_cache(maxsize=1024)
+def _kin(kind: str, gpus: int, tenant: str, by: str) -> tuple[Group, ...]:
+    return (by,), (by, kind), (by, kind, tenant), (by, kind, tenant, str(gpus))
 
 
 def _by_group(rows: list[Row], speeds: Mapping[Group, float]) -> dict[Group, list[float]]:
@@ -227,11 +232,11 @@ def _by_group(rows: list[Row], speeds: Mapping[Group, float]) -> dict[Group, lis
         kind, gpus, tenant = row["kind"], row["gpus"], row.get("tenant")
         pairs = {
             "declared": row["declared_s"],
-            "work": _work_seconds(speeds, kind, gpus, tenant, _work(row)),
+            "work": _work_seconds(speeds, kind, gpus, tenant, _work(row)) if row.get("work") else None,
             "predicted": row.get("predicted_s"),
         }
         for by, expected_s in pairs.items():
-            if (log_ratio := _log_ratio(expected_s, row["actual_s"])) is not None:
+            if expected_s is not None and (log_ratio := _log_ratio(expected_s, row["actual_s"])) is not None:
                 for group in _groups(row["job"], kind, gpus, tenant, by):
                     logs[group].append(log_ratio)
     return logs
