@@ -275,6 +275,25 @@ def test_a_service_that_wants_more_than_there_is_lacks_the_rest(site: Site, tmp_
         assert account["short_share"] == 1.0
 
 
+def test_undeclared_jobs_are_expected_to_last_as_long_as_their_tenants_did_and_do_so_far(
+    tmp_path: Path,
+) -> None:
+    site = small_site(tmp_path, services=[])
+    rows = [
+        f"{name}{at},{at},1,{seconds},1,{name}"
+        for name, seconds in (("quick", 60), ("long", 9000))
+        for at in range(3)
+    ]
+    rows += ["runs,0,1,86400,1,other"]
+    rows += [f"new-{name},{3600 * 4},1,60,1,{name}" for name in ("quick", "long", "other")]
+    jobs = write_jobs(tmp_path / "jobs.csv", rows, "job_id,submit_s,gpus,duration_s,priority,tenant")
+    _, ledger = run(site, jobs, None, "slotwise", days=0.25)
+    found = ask(ledger, "SELECT job, estimate_s FROM replayed_jobs WHERE job LIKE 'new-%'")
+    expected = {row["job"]: row["estimate_s"] for row in found}
+    assert expected["new-quick"] < 3600 < expected["new-long"]
+    assert expected["new-other"] > 2 * 3600  # one run that has lasted for four hours, and no end
+
+
 def test_a_job_that_fits_nowhere_is_rejected_and_the_others_go_on(tmp_path: Path) -> None:
     site = small_site(tmp_path, services=[])
     jobs = write_jobs(tmp_path / "jobs.csv", ["wide,0,6,60,1", "wider,0,900,60,1", "good,0,8,60,1"])
