@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from typing import Any, Protocol
 
 import allocator
-from allocator import Choice, Hole, Plan, Problem, ProblemError, Running
+from allocator import Announced, Choice, Hole, Plan, Problem, ProblemError, Running
 from allocator.explain import with_reasons
 from tasks import ledger
 from tasks.cluster import Node, Service, Site
@@ -38,6 +38,11 @@ RUNNING = (
     "CASE WHEN s.precision IS NULL THEN s.work END AS work, "
     "date_diff('millisecond', h.started_at, ?) / 1000 AS actual_s "
     "FROM holders h JOIN specs s USING (job) WHERE NOT h.over AND h.started_at < ?"
+)
+# The starts that the latest hourly plan told people; a later one is dearer where the cluster file says so.
+ANNOUNCED = (
+    "SELECT job, start_at FROM planned_jobs WHERE start_at IS NOT NULL "
+    "AND instant = (SELECT max(instant) FROM plans WHERE trigger = 'hourly' AND instant < ?)"
 )
 OBSERVED_LATELY = timedelta(days=1)  # what was seen before says nothing of now
 OCCUPANCY_LEVEL, DEADLINE_LEVEL = 0.5, 0.9  # of how long a job may take, for its GPUs and for its deadline
@@ -130,7 +135,7 @@ class Durations(Protocol):
 class State:
     """What a plan needs to know: queued jobs (rows of the view `jobs`) in the order of the queue, live
     attempts (of `holders`), how long jobs take, what services were last seen to want, what they hold by node,
-    and how many GPUs they had one slot ago.
+    how many GPUs they had one slot ago, and the starts that the latest hourly plan announced.
     """
 
     queued: list[dict[str, Any]]
@@ -140,6 +145,7 @@ class State:
     targets: Mapping[str, Held]
     before: Mapping[str, int]
     considered: int
+    announced: Mapping[str, datetime]
 
     @property
     def live(self) -> set[str]:
@@ -173,11 +179,13 @@ def read_state(site: Site, at: datetime) -> State:
             [at - OBSERVED_LATELY],
         )
         served = ledger.rows(connection, SERVED, [at - site.slot])
+        told = ledger.rows(connection, ANNOUNCED, [at]) if site.cluster.move_cost else []
         considered = ledger.rows(connection, CONSIDERED)[0]["count"]
     demand = {row["service"]: row["gpus"] for row in observed}
     targets = {each.name: target(site.storage, each.name).gpus for each in site.cluster.services}
     before = {row["service"]: row["gpus"] for row in served}
-    return State(queued, attempts, estimates(past, running), demand, targets, before, considered)
+    announced = {row["job"]: row["start_at"] for row in told}
+    return State(queued, attempts, estimates(past, running), demand, targets, before, considered, announced)
 
 
 def build_problem(
@@ -228,6 +236,7 @@ def build_problem(
             unavailable=tuple(holes),
             open_end=True,
             ageing_per_slot=site.cluster.ageing_per_day * (site.slot / timedelta(days=1)),
+            move_cost=site.cluster.move_cost,
         )
     except ProblemError as error:
         raise RuntimeError(f"the ledger's state makes no sound problem: {error}") from error
@@ -361,6 +370,7 @@ def _queued(site: Site, hour: Hour, state: State, row: dict[str, Any]) -> alloca
         deadline=None if deadline is None else end,
         gpu_types=tuple(row["gpu_types"] or ()),
         waited=_waited(site, hour, row),
+        announced=_announced(site, hour, state.announced.get(row["job"])),
     )
 
 
@@ -370,6 +380,11 @@ def _waited(site: Site, hour: Hour, row: dict[str, Any]) -> int:
         return 0
     waited: timedelta = hour.begin - max(row["submitted_at"], row["release_at"])
     return max(waited // site.slot, 0)
+
+
+def _announced(site: Site, hour: Hour, start: datetime | None) -> Announced | None:
+    """In slots of this plan, rounded up: the grid of a replan lies between those of the hours."""
+    return None if start is None else Announced(max(math.ceil((start - hour.begin) / site.slot), 0))
 
 
 def _service(

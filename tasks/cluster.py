@@ -118,6 +118,9 @@ class Cluster(Strict):
     `ageing_per_day` is the share by which plans see a queued job's worth rise for each day that it waits, so
     that work of low priority is not put off for ever: with 0.5, a job of priority 2 is worth as much as a new
     one of priority 4 after two days. 0 turns it off. The value that is recorded never changes.
+
+    `move_cost` is what a plan must gain, in priority × GPU-hours, to start a queued job later than the
+    latest hourly plan announced, or to leave it out. 0 lets starts that are not committed move freely.
     """
 
     name: Name
@@ -132,6 +135,7 @@ class Cluster(Strict):
     forecasters: dict[Name, Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]] = Field(default_factory=dict)
     full_mode_seconds: Annotated[float, Field(ge=0, le=3600)] = 5.0
     ageing_per_day: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 0.0
+    move_cost: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0
     start_timeout_minutes: Annotated[float, Field(gt=0, le=1440)] = 10.0
     lease_seconds: Annotated[float, Field(ge=1, le=600)] = 10.0
     pack_after_days: Annotated[int, Field(ge=2, le=3650)] = 7

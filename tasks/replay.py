@@ -248,6 +248,9 @@ class _Course:
             {name: self.cluster.by_node(held) for name, held in self.cluster.held.items()},
             {name: self.cluster.held_at(name, self.cluster.now - self.slot_s) for name in self.cluster.held},
             facts,
+            {job: self.inputs.trace.at(start) for job, start in self.advised.items()}
+            if site.cluster.move_cost
+            else {},
         )
         forecasts = {
             name: Forecast(tuple(map(tuple, each[: site.plan_slots].tolist())), self.policy.name, "replayed")
