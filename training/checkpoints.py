@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from training import objects
+from training.config import ConfigError
 from training.manifest import MANIFEST, Entry, ManifestError, entries_of, manifest_bytes, verify
 from training.processes import World
 
@@ -260,11 +261,12 @@ class Writer:
 
         shutil.rmtree(self.scratch, ignore_errors=True)
         self.scratch.mkdir(parents=True)
-        if self.sharded:
-            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(self.scratch), process_group=self.group)
-        elif self.world.rank == 0:
-            with _alone():
-                dcp.save(tensors, storage_writer=dcp.FileSystemWriter(self.scratch), no_dist=True)
+        writer = dcp.FileSystemWriter(self.scratch)
+        with _alone(), _plain_errors():
+            if self.sharded:
+                dcp.save(tensors, storage_writer=writer, process_group=self.group)
+            elif self.world.rank == 0:
+                dcp.save(tensors, storage_writer=writer, no_dist=True)
         torch.save(random, self.scratch / f"random-{self.world.rank}.pt")
         if self.world.rank == 0:
             (self.scratch / STATE).write_text(json.dumps(state), encoding="utf-8")
@@ -296,6 +298,18 @@ class Writer:
         return [{name: Entry(**entry) for name, entry in entries.items()} for _, entries in told]
 
 
+_STATE: dict[str, tuple[type, ...]] = {
+    "identity": (dict,),
+    "losses": (list,),
+    "step": (int,),
+    "position": (int,),
+    "seconds": (int, float),
+    "tokens": (int,),
+    "tokens_timed": (int,),
+    "micro_batch": (int,),
+}
+
+
 def read_state(directory: Path) -> dict[str, Any]:
     """What a checkpoint says of its run. Raises CheckpointError."""
     try:
@@ -304,7 +318,27 @@ def read_state(directory: Path) -> dict[str, Any]:
         raise CheckpointError(f"{directory}: cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{directory}: {STATE}: expected an object")
+    for key, kinds in _STATE.items():
+        if not isinstance(found.get(key), kinds):
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise CheckpointError(f"{directory}: {STATE}: {key}: {found.get(key)!r}; expected {expected}")
     return found
+
+
+def check_same_run(state: dict[str, Any], identity: dict[str, Any], steps: int) -> None:
+    """Refuse a checkpoint of another model or text, or one that is further than asked. Raises ConfigError."""
+    for key, value in identity.items():
+        if state["identity"].get(key) != value:
+            raise ConfigError(
+                f"{key}: the checkpoint after step {state['step']} was made with "
+                f"{state['identity'].get(key)}, this run has {value}; use another output, "
+                "or remove the checkpoints"
+            )
+    if state["step"] > steps:
+        raise ConfigError(
+            f"steps: {steps}; the checkpoint after step {state['step']} is beyond them; use another output, "
+            "or remove the checkpoints"
+        )
 
 
 def read_tensors(directory: Path, tensors: dict[str, Any], world: World) -> None:
@@ -312,21 +346,27 @@ def read_tensors(directory: Path, tensors: dict[str, Any], world: World) -> None
     dcp = _dcp()
 
     try:
-        with _alone():
-            dcp.load(tensors, storage_reader=dcp.FileSystemReader(directory), no_dist=world.size == 1)
+        reader = dcp.FileSystemReader(directory)
+        reader.read_metadata()  # torch says at length what is wrong with it, and goes on to look for others
+        with _alone(), _plain_errors():
+            dcp.load(tensors, storage_reader=reader, no_dist=world.size == 1)
     except Exception as error:  # torch raises almost anything for a file it cannot read
         raise CheckpointError(f"{directory}: cannot be read: {' '.join(str(error).split())[:300]}") from error
 
 
 def read_random(directory: Path, rank: int) -> "dict[str, torch.Tensor] | None":
-    """The random state that a process of this rank had; None when there was none."""
+    """The random state that a process of this rank had; None when there was none. Raises CheckpointError."""
     import torch
 
     file = directory / f"random-{rank}.pt"
     if not file.is_file():
         return None
-    found = torch.load(file, map_location="cpu", weights_only=True)
-    return found if isinstance(found, dict) else None
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+        torch.Generator().set_state(found["cpu"])
+    except Exception as error:  # torch raises almost anything for a file it cannot read
+        raise CheckpointError(f"{file}: is no random state: {type(error).__name__}") from error
+    return found  # type: ignore[no-any-return]
 
 
 def _dcp() -> Any:
@@ -341,3 +381,15 @@ def _alone() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """The first error of any process in place of torch's collection of them, which is no Exception."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        first, _ = next(iter(error.failures.values()))
+        raise CheckpointError(f"{type(first).__name__}: {first}") from error

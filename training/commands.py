@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from training.checkpoints import Checkpoints
     from training.config import TrainingConfig
+    from training.launching import Baseline
 
 PLAIN = "plain.json"  # below the output: what the plain loop reached
 EXIT_WRONG, EXIT_FAILED, EXIT_STOPPED = 2, 1, 143
@@ -136,14 +137,12 @@ def _prepared(
 
 def _train(config: "TrainingConfig", output: Path, place: str | None, worker: bool) -> int:
     """Train in this process, one of the run's; its exit code."""
-    from training.launching import Baseline, gain
+    from training.launching import gain
     from training.probe import EXIT_MEMORY
     from training.progress import Shown
     from training.trainer import OutOfMemory, Stopped, TrainingError, train, write_curve
 
-    plain = None
-    if (output / PLAIN).is_file():
-        plain = Baseline(**json.loads((output / PLAIN).read_text(encoding="utf-8")))
+    plain = _plain(output / PLAIN)
 
     def told(metrics: dict[str, Any]) -> dict[str, Any]:
         return gain(metrics, plain)
@@ -166,6 +165,19 @@ def _train(config: "TrainingConfig", output: Path, place: str | None, worker: bo
             _say(f"{summary['gain']:.2f} times the plain loop's {summary['plain_tokens_per_s']:.0f} tokens/s")
     _say(f"held-out loss {result.held_out_loss:.4f}; the model is in {result.directory}")
     return 0
+
+
+def _plain(file: Path) -> "Baseline | None":
+    """What an earlier start of the run measured of the plain loop. Raises ConfigError."""
+    from training.config import ConfigError
+    from training.launching import Baseline
+
+    if not file.is_file():
+        return None
+    try:
+        return Baseline(**json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{file}: {error}; remove it, or measure again with --compare") from None
 
 
 def _reporter(

@@ -306,7 +306,7 @@ def parse_config(text: str, where: str) -> TrainingConfig:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
-    return checked(TrainingConfig, data or {}, where)
+    return checked(TrainingConfig, {} if data is None else data, where)
 
 
 def checked(cls: type[C], data: Any, where: str) -> C:

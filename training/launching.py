@@ -138,7 +138,7 @@ class MetricsFile:
         file.parent.mkdir(parents=True, exist_ok=True)
         kept: list[str] = []
         if file.exists():
-            for line in file.read_text(encoding="utf-8").splitlines():
+            for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
                 try:
                     if json.loads(line)["steps"] <= first_step:
                         kept.append(line)

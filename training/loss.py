@@ -77,6 +77,8 @@ def own_module(reference: str, seed: int) -> nn.Module:
         made = getattr(importlib.import_module(name), function)()
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ModelError(f"model: {reference!r}: {error}; expected module:PACKAGE.MODULE:FUNCTION") from None
+    except Exception as error:  # the user's own code
+        raise ModelError(f"model: {reference!r}: {type(error).__name__}: {error}") from error
     if not isinstance(made, nn.Module):
         raise ModelError(f"model: {reference!r}: returned {type(made).__name__}; expected a torch.nn.Module")
     return made

@@ -226,7 +226,8 @@ def skeleton(model: str, layers: int | None = None) -> Any:
             return LlamaForCausalLM(_llama_config(model, layers))
         with loading(model):
             config = AutoConfig.from_pretrained(model, local_files_only=True)
-            built: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            automatic: Any = AutoModelForCausalLM
+            built = automatic.from_config(config, dtype=torch.float32)
             if Path(model, "generation_config.json").is_file():
                 built.generation_config = GenerationConfig.from_pretrained(model, local_files_only=True)
             return built
@@ -235,6 +236,8 @@ def skeleton(model: str, layers: int | None = None) -> Any:
 def _check_cut(model: str, layers: int | None) -> None:
     if layers is not None and model not in SHIPPED:
         raise ModelError(f"layers: {layers}; expected a shipped model to cut, not {model}")
+    if layers is not None and layers > SHIPPED[model][0].layers:
+        raise ModelError(f"layers: {layers}; {model} has {SHIPPED[model][0].layers}")
 
 
 def _llama_config(name: str, layers: int | None) -> Any:

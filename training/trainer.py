@@ -20,12 +20,13 @@ from training.checkpoints import (
     Checkpoints,
     LocalCheckpoints,
     Writer,
+    check_same_run,
     newest,
     read_random,
     read_state,
     read_tensors,
 )
-from training.config import ConfigError, TrainingConfig, halved, levers_on
+from training.config import TrainingConfig, halved, levers_on
 from training.corpus import load_text, tokenizer_source, with_local_model
 from training.data import Windows, describe
 from training.evaluation import perplexity
@@ -357,6 +358,8 @@ class Run:
         """Score the model on the held-out text and write it as a Hugging Face directory."""
         directory = self.directory / "model"
         loss = self.evaluate(held_out)
+        if not math.isfinite(loss):
+            raise TrainingError(f"step {progress.step}: the held-out loss is {loss}; no model is written")
         weights = self.parts.whole_weights()
         try:
             if self.world.rank == 0:
@@ -420,13 +423,7 @@ class Run:
         import torch
 
         state = read_state(directory)
-        for key, value in self.identity.items():
-            if state["identity"].get(key) != value:
-                raise ConfigError(
-                    f"{key}: the checkpoint after step {state['step']} was made with "
-                    f"{state['identity'].get(key)}, this run has {value}; use another output, "
-                    "or remove the checkpoints"
-                )
+        check_same_run(state, self.identity, self.config.steps)
         tensors = self.parts.tensors()
         read_tensors(directory, tensors, self.world)
         self.parts.restore(tensors)

@@ -148,6 +148,7 @@ def tune(
     measured: dict[int, float] = {}
     tried: list[tuple[Setting, float | None]] = []
     dropped: set[int] = set()
+    problem = ""
     for _ in range(left):
         place = belief.next(set(measured) | dropped)
         if place is None:
@@ -157,6 +158,7 @@ def tune(
         tried.append((chosen.setting, result.tokens_per_s))
         if result.tokens_per_s is None:
             log(f"probe {_words(chosen.setting)}: {result.problem}")
+            problem = result.problem
             dropped.add(place)
             if result.out_of_memory and chosen.memory_bytes is not None:
                 needed = chosen.memory_bytes
@@ -166,7 +168,7 @@ def tune(
         measured[place] = result.tokens_per_s
         belief.learn(place, result.tokens_per_s)
     if not measured:
-        raise ConfigError(f"model: {config.model}: none of {len(tried)} probed settings ran")
+        raise ConfigError(f"model: {config.model}: none of {len(tried)} probed settings ran: {problem}")
     best_place = max(measured, key=lambda place: measured[place])
     setting = found[best_place].setting
     why = f"fastest of {len(measured)} probed of {len(found)}: {measured[best_place]:.0f} tokens/s"

@@ -1,6 +1,8 @@
 """Checkpoints and manifests: whole, or passed over."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,11 +11,22 @@ from training.checkpoints import (
     LocalCheckpoints,
     Writer,
     newest,
+    read_random,
     read_state,
     read_tensors,
 )
 from training.manifest import MANIFEST, ManifestError, manifest_bytes, verify, write_manifest
 from training.processes import World
+
+STATE: dict[str, Any] = {
+    "identity": {},
+    "losses": [],
+    "position": 0,
+    "seconds": 0.0,
+    "tokens": 0,
+    "tokens_timed": 0,
+    "micro_batch": 1,
+}
 
 
 @pytest.fixture
@@ -32,7 +45,8 @@ def saved(tmp_path: Path, *steps: int) -> LocalCheckpoints:
     checkpoints = LocalCheckpoints(tmp_path / "checkpoints")
     writer = Writer(checkpoints, tmp_path / "scratch", World(), sharded=False, keep=9, background=True)
     for step in steps:
-        writer.write(step, {"step": step}, {"weights": torch.full((3,), float(step))}, {})
+        state = {**STATE, "step": step}
+        writer.write(step, state, {"weights": torch.full((3,), float(step))}, {"cpu": torch.get_rng_state()})
     writer.wait()
     return checkpoints
 
@@ -75,7 +89,7 @@ def test_a_directory_without_a_complete_manifest_is_refused(
 def test_the_newest_checkpoint_is_found(tmp_path: Path) -> None:
     found = newest(saved(tmp_path, 5, 10, 9), print)
     assert found is not None
-    assert read_state(found[1]) == {"step": 10}
+    assert read_state(found[1])["step"] == 10
     import torch
 
     tensors = {"weights": torch.zeros(3)}
@@ -134,3 +148,72 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_leaves_nothing(tmp_path
     with pytest.raises(CheckpointError, match="checkpoint not written"):
         writer.wait()
     assert checkpoints.steps() == []
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_goes_wrong_while_tensors_are_written_is_said_in_one_line(
+    sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", full)  # torch makes a BaseException of it
+    checkpoints = LocalCheckpoints(tmp_path / "checkpoints")
+    writer = Writer(checkpoints, tmp_path / "scratch", World(), sharded=sharded, keep=1, background=True)
+    writer.write(1, {"step": 1}, {"weights": torch.ones(1)}, {})
+    with pytest.raises(CheckpointError, match=r"checkpoint not written: .*No space left on device") as caught:
+        writer.wait()
+    assert "\n" not in str(caught.value)
+    assert checkpoints.steps() == []
+
+
+def _read_into(directory: Path) -> None:
+    import torch
+
+    read_tensors(directory, {"weights": torch.zeros(3)}, World())
+
+
+def _read_random(directory: Path) -> None:
+    read_random(directory, 0)
+
+
+def _read_larger(directory: Path) -> None:
+    import torch
+
+    read_tensors(directory, {"weights": torch.zeros(4)}, World())
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "read", "message"),
+    [
+        ("state.json", b"[]", read_state, r"state\.json: expected an object"),
+        ("state.json", b'{"step": "ten"}', read_state, r"state\.json: identity: None; expected dict"),
+        (
+            "random-0.pt",
+            b"no archive",
+            lambda found: read_random(found, 0),
+            r"random-0\.pt: is no random state",
+        ),
+        (".metadata", b"no pickle", _read_into, r"step-1: cannot be read"),
+        ("__0_0.distcp", b"", _read_into, r"step-1: cannot be read"),
+        (None, b"", _read_larger, r"step-1: cannot be read: .*weights"),
+    ],
+)
+def test_a_checkpoint_of_another_kind_is_one_line(
+    file: str | None,
+    content: bytes,
+    read: Callable[[Path], Any],
+    message: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    directory = saved(tmp_path, 1).fetch(1)
+    if file is not None:
+        (directory / file).write_bytes(content)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read(directory)
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr().err == ""

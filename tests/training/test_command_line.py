@@ -73,6 +73,7 @@ SMALL = "model: llama-micro, seq_len: 16, steps: 2, held_out_windows: 2"
         ("seq_len: 999999", "seq_len: 999999; llama-micro sees at most 1024 tokens"),
         ("global_batch: 7, micro_batch: 2", "global_batch 7: expected a multiple of micro_batch 2"),
         ("memory_gb: 0.001", "micro_batch: 8; needs"),
+        ("layers: 3", "layers: 3; llama-micro has 2"),
         (
             "precision: fp8",
             "precision: fp8; expected a GPU with fp8 matmuls, this is a CPU; use bf16 or fp32",
