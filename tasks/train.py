@@ -4,7 +4,7 @@ Invariant: whatever ends an attempt, the next one goes on from the newest checkp
 model appears under `<output>/model/` only when training is done. One process per GPU; on virtual GPUs one
 per node, with the threads it was given. Levers that say `auto` are measured on the node before the job's
 processes start, once for all jobs alike (see tuned); a gang over several nodes takes what it finds there, or
-else the prediction.
+else its processes measure together.
 """
 
 import contextlib

@@ -125,7 +125,7 @@ def tuned(
 ) -> tuple[TrainingConfig, Remembered | None, str]:
     """The configuration with its open levers as they were measured, now or by an earlier job; and the key.
 
-    Where nothing is known and nothing may be measured the levers stay open, and predictions decide.
+    Where nothing is known and nothing may be measured the levers stay open for the trainer to decide.
     """
     if not open_levers(config):
         return config, None, ""

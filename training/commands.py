@@ -118,13 +118,13 @@ def _prepared(
 ) -> "TrainingConfig":
     """The configuration with what needs measuring decided; the plain loop is measured when asked for."""
     from training.config import check_parallel
-    from training.launching import decided, plain_baseline
+    from training.launching import as_before, decided, plain_baseline
 
     config.accumulation_for(processes)
     check_parallel(config, processes, processes)
     begun = bool(asked.checkpoints) or (output / "checkpoints").is_dir()
     if begun and (output / "resolved.yaml").is_file():
-        config = _as_before(config, output)
+        config = as_before(config, output / "resolved.yaml")
     config = decided(config, processes, _say)
     if asked.compare:
         baseline = plain_baseline(config, processes, _say)
@@ -233,18 +233,6 @@ def _say(line: str) -> None:
     """Print a line, once for all processes of a run."""
     if _first():
         print(line, flush=True)
-
-
-def _as_before(config: "TrainingConfig", output: Path) -> "TrainingConfig":
-    """The configuration with the open levers as an earlier start of the same run decided them."""
-    from training.config import load_config
-    from training.tuner import open_levers
-
-    names = open_levers(config)
-    before = load_config(output / "resolved.yaml")
-    return config.model_copy(
-        update={**{name: getattr(before, name) for name in names}, "record": before.record}
-    )
 
 
 def _levers(asked: argparse.Namespace) -> int:

@@ -1,8 +1,8 @@
 """From a configuration to a finished run: decide what is `auto`, measure the baseline, start the processes.
 
 Invariant: what is measured runs in fresh processes, before the run holds any memory; the run itself then gets
-a configuration in which nothing that needs measuring is open. Under torchrun the processes are there already:
-nothing is probed then, and predictions decide.
+a configuration in which nothing that needs measuring is open. Where the processes are there already, as under
+torchrun, they measure together (`training.gang`).
 """
 
 import json
@@ -28,19 +28,26 @@ class Baseline:
     mfu: float | None
 
 
-def decided(config: TrainingConfig, processes: int, say: Say) -> TrainingConfig:
-    """The configuration with the levers that are open measured and chosen. Raises ConfigError."""
+def decided(
+    config: TrainingConfig,
+    processes: int,
+    say: Say,
+    measure: Callable[[TrainingConfig, int], Probe] | None = None,
+) -> TrainingConfig:
+    """The configuration with the levers that are open measured and chosen, by `measure` or on this machine.
+
+    Raises ConfigError.
+    """
     from training import tuner
     from training.corpus import with_local_model
     from training.resolve import prepare_device
 
     if not tuner.open_levers(config):
         return config
+    ask = measure or probe
     device = prepare_device(config.model_copy(update={"keep_host_memory": False}), World(), say)
     machine = tuner.Machine.of(device, config.memory_gb)
-    found = tuner.tune(
-        with_local_model(config), processes, machine, lambda tried: probe(tried, processes), say
-    )
+    found = tuner.tune(with_local_model(config), processes, machine, lambda tried: ask(tried, processes), say)
     say(f"tuner: {', '.join(f'{name} {value}' for name, value in found.chosen.items())}: {found.why}")
     record = {
         "chosen": found.chosen,
@@ -48,6 +55,18 @@ def decided(config: TrainingConfig, processes: int, say: Say) -> TrainingConfig:
         "probes": [{**setting, "tokens_per_s": rate} for setting, rate in found.probes],
     }
     return config.model_copy(update={**found.chosen, "record": record})
+
+
+def as_before(config: TrainingConfig, resolved: Path) -> TrainingConfig:
+    """The configuration with the open levers as an earlier start of the same run decided them."""
+    from training.config import load_config
+    from training.tuner import open_levers
+
+    names = open_levers(config)
+    before = load_config(resolved)
+    return config.model_copy(
+        update={**{name: getattr(before, name) for name in names}, "record": before.record}
+    )
 
 
 def plain_baseline(config: TrainingConfig, processes: int, say: Say) -> Baseline | None:

@@ -105,23 +105,33 @@ def measure(config: TrainingConfig, steps: int, watch: Callable[[Any], None] = l
 
 def probe(config: TrainingConfig, processes: int = 1, steps: int | None = None) -> Probe:
     """Measure in fresh processes of this machine."""
-    import yaml
+    from training.processes import free_port, run_quietly
 
     with tempfile.TemporaryDirectory() as scratch:
-        file, answer = Path(scratch) / "probe.yaml", Path(scratch) / "answer.json"
-        file.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
-        from training.processes import free_port, run_quietly
-
-        command = [sys.executable, "-m", "training", "probe", str(file), "--answer", str(answer)]
-        command += ["--steps", str(steps or config.tune_steps)]
+        command, answer = probe_command(config, Path(scratch), steps)
         environment = {
             name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
         }
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         code, said = run_quietly(command, processes, environment)
-        if code == 0 and answer.is_file():
-            found = json.loads(answer.read_text(encoding="utf-8"))
-            return Probe(**{**found, "losses": tuple(found["losses"])})
+        return answered(code, answer, said)
+
+
+def probe_command(config: TrainingConfig, scratch: Path, steps: int | None = None) -> tuple[list[str], Path]:
+    """The command of one process of a probe, and where the first of them leaves its answer."""
+    import yaml
+
+    file, answer = scratch / "probe.yaml", scratch / "answer.json"
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
+    command = [sys.executable, "-m", "training", "probe", str(file), "--answer", str(answer)]
+    return [*command, "--steps", str(steps or config.tune_steps)], answer
+
+
+def answered(code: int, answer: Path, said: str) -> Probe:
+    """What the processes of a probe found; without an answer, what they said last."""
+    if code == 0 and answer.is_file():
+        told = json.loads(answer.read_text(encoding="utf-8"))
+        return Probe(**{**told, "losses": tuple(told["losses"])})
     lines = said.strip().splitlines()
     return Probe(None, problem=lines[-1] if lines else f"exit code {code}", out_of_memory=code == EXIT_MEMORY)
 
@@ -133,7 +143,7 @@ def answer_probe(config: TrainingConfig, steps: int, answer: Path) -> int:
     from training.trainer import OutOfMemory
 
     try:
-        found = measure(config, steps)
+        measured = measure(config, steps)
     except (torch.OutOfMemoryError, MemoryError) as error:
         print(f"out of memory: {error}", file=sys.stderr)
         return EXIT_MEMORY
@@ -141,7 +151,7 @@ def answer_probe(config: TrainingConfig, steps: int, answer: Path) -> int:
         print(str(error), file=sys.stderr)
         return EXIT_MEMORY
     if os.environ.get("RANK", "0") == "0":
-        answer.write_text(json.dumps(asdict(found)), encoding="utf-8")
+        answer.write_text(json.dumps(asdict(measured)), encoding="utf-8")
     return 0
 
 

@@ -70,7 +70,8 @@ class Stopped(Exception):
     """The run was asked to stop and has saved what it had."""
 
     def __init__(self, step: int) -> None:
-        super().__init__(f"stopped after step {step}, which is saved")
+        where = f"after step {step}, which is saved" if step else "before the first step"
+        super().__init__(f"stopped {where}")
         self.step = step
 
 
@@ -113,6 +114,7 @@ def train(
     `model` is trained in place of the configured one. Raises Stopped, TrainingError, and the errors of what
     it uses.
     """
+    from training.gang import decided_together
     from training.resolve import check_memory, prepare_device, resolve
 
     world = world_from_environment()
@@ -120,6 +122,9 @@ def train(
     named, config = config.model, with_local_model(config)
     train_windows, held_out = load_text(config)
     with joined(world, device), Watchdog(config.hang_seconds) as watchdog:
+        if model is None:
+            before = directory / "resolved.yaml"
+            config = decided_together(config, before, world, log, watchdog.beat, stopping)
         config, reasons = resolve(config, world, device)
         check_memory(config, world, device)
         if device.type == "cuda" and world.local_size > 1 and world.local_rank == 0:
