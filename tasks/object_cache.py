@@ -23,6 +23,7 @@ from tasks.storage import StorageError
 
 DEFAULT_GB = 200.0
 OBJECT, PART, LOCK, SIZE = "object", "part", "lock", "bytes"
+GONE = "gone-"  # prefix of an entry that is being removed
 _held: dict[Path, IO[str]] = {}  # entries that this process uses, until it ends
 
 
@@ -53,17 +54,20 @@ def _entered(storage: S3Storage, key: str, version: Version, entry: Path, limit:
         keep = False
         try:
             fcntl.flock(lock, fcntl.LOCK_SH)  # waits while another process fetches it
+            if _is_current(lock, entry) and not (entry / OBJECT).exists():
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not _is_current(lock, entry):
+                    continue
+                if not (entry / OBJECT).exists():
+                    if not _reserved(entry, version.bytes, limit):
+                        return None
+                    storage.fetch(key, version, entry / OBJECT, entry / PART)
+                fcntl.flock(lock, fcntl.LOCK_SH)  # not in one step: it may be evicted before
             if _is_current(lock, entry) and (entry / OBJECT).exists():
                 os.utime(lock.fileno())
                 keep = True
                 _held[entry] = lock
                 return entry / OBJECT
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not _is_current(lock, entry) or (entry / OBJECT).exists():
-                continue
-            if not _reserved(entry, version.bytes, limit):
-                return None
-            storage.fetch(key, version, entry / OBJECT, entry / PART)
         finally:
             if not keep:
                 lock.close()
@@ -73,6 +77,8 @@ def _reserved(entry: Path, size: int, limit: float) -> bool:
     """Whether there is room for an entry, which counts from now on; removes others that nobody uses."""
     with (entry.parent / LOCK).open("a") as everyone:
         fcntl.flock(everyone, fcntl.LOCK_EX)
+        for left in entry.parent.glob(f"{GONE}*"):  # who removed it died over that
+            shutil.rmtree(left, ignore_errors=True)
         known = {other: _bytes(other) for other in _entries(entry.parent) if other != entry}
         total = sum(known.values())
         for other in sorted(known, key=_used):
@@ -87,7 +93,11 @@ def _reserved(entry: Path, size: int, limit: float) -> bool:
 
 
 def _evicted(entry: Path) -> bool:
-    """Remove an entry unless a process uses or fetches it."""
+    """Remove an entry unless a process uses or fetches it.
+
+    It goes by its name first, with all that is in it: else somebody could make the lock anew while files are
+    deleted, and be given one of them.
+    """
     try:
         with (entry / LOCK).open("a") as lock:
             try:
@@ -95,7 +105,8 @@ def _evicted(entry: Path) -> bool:
             except BlockingIOError:
                 return False
             if _is_current(lock, entry):
-                shutil.rmtree(entry, ignore_errors=True)
+                gone = entry.rename(entry.with_name(f"{GONE}{entry.name}"))
+                shutil.rmtree(gone, ignore_errors=True)
     except FileNotFoundError:
         pass
     return not entry.exists()
@@ -110,7 +121,7 @@ def _is_current(lock: IO[str], entry: Path) -> bool:
 
 
 def _entries(directory: Path) -> Iterator[Path]:
-    return (path for path in directory.iterdir() if path.is_dir())
+    return (path for path in directory.iterdir() if path.is_dir() and not path.name.startswith(GONE))
 
 
 def _bytes(entry: Path) -> int:

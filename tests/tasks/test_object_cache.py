@@ -1,6 +1,7 @@
 """The cache of S3 objects: fetched once, kept while used, never above its limit."""
 
 import os
+import random
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -135,3 +136,74 @@ def test_a_limit_that_is_no_number_is_said(storage: S3Storage, monkeypatch: pyte
     monkeypatch.setenv("SLOTWISE_CACHE_GB", "lots")
     with pytest.raises(StorageError, match="SLOTWISE_CACHE_GB: 'lots': expected a number of gigabytes"):
         cached(storage, "a")
+
+
+ASKING = """
+import random, sys, time
+from tasks import object_cache
+from tasks.storage import open_storage
+storage, draw = open_storage(sys.argv[1]), random.Random(sys.argv[2])
+for turn in range(int(sys.argv[3])):
+    held = {}
+    for name in draw.sample("abcdef", 2):
+        found = object_cache.cached(storage, name)
+        if found is not None:
+            held[name] = found
+        print(f"{name} {turn}", flush=True)
+    time.sleep(draw.random() / 200)
+    for name, path in held.items():
+        assert path.read_bytes() == name.encode() * 4000, name
+    for lock in object_cache._held.values():
+        lock.close()  # as if this process had ended, and another one begun
+    object_cache._held.clear()
+"""
+
+
+def asking(root: str, seed: str, turns: int) -> "subprocess.Popen[str]":
+    """A process that uses objects, two at a time, of which three have room in the cache."""
+    command = [sys.executable, "-c", ASKING, root, seed, str(turns)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(
+    ("kills", "turns"), [pytest.param(1, 25), pytest.param(10, 150, marks=pytest.mark.long)]
+)
+def test_processes_that_evict_and_are_killed_leave_each_other_what_they_use(
+    storage: S3Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int, turns: int
+) -> None:
+    monkeypatch.setenv("SLOTWISE_CACHE_GB", str(13 * KB / 1e9))
+    for name in "abcdef":
+        storage.write(name, name.encode() * 4 * KB)
+    draw = random.Random(kills)
+    going = [asking(storage.root, f"stays {place}", turns) for place in range(2)]
+    try:
+        for kill in range(kills):
+            victim = asking(storage.root, f"dies {kill}", 1_000_000)
+            going.append(victim)
+            assert victim.stdout
+            for _ in range(draw.randint(1, 12)):
+                victim.stdout.readline()
+            victim.kill()
+            victim.communicate()
+            assert victim.returncode == -9
+            assert kept(tmp_path) <= 13 * KB
+        for process in going[:2]:
+            _, said = process.communicate(timeout=200)
+            assert process.returncode == 0, said
+    finally:
+        for process in going:
+            process.kill()
+            process.communicate()
+    assert kept(tmp_path) <= 13 * KB
+    assert cached(storage, "a") is not None
+    assert not list((tmp_path / "cache").glob("gone-*"))
+
+
+def test_what_died_while_it_removed_an_entry_takes_no_room(storage: S3Storage, tmp_path: Path) -> None:
+    left = tmp_path / "cache" / "gone-1"
+    left.mkdir(parents=True)
+    (left / "object").write_bytes(b"?")
+    (left / "bytes").write_text(str(9 * KB))
+    storage.write("a", b"x" * 5 * KB)
+    assert cached(storage, "a") is not None
+    assert not left.exists()
