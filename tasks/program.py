@@ -2,8 +2,8 @@
 
 Invariant: what no second attempt can cure, such as a mistake in a spec, is one line and exit code 2;
 anything else that fails is 1 and may be tried again, and SIGTERM is 143. A directory that this module
-publishes is seen whole or as incomplete, never half. Metrics are a file that is replaced, at most once a
-second until the program ends.
+publishes is seen whole or as incomplete, never half, and another one never takes its place. Metrics are a
+file that is replaced, at most once a second until the program ends.
 """
 
 import contextlib
@@ -38,13 +38,15 @@ from tasks.storage import (
 from training.checkpoints import CheckpointError
 from training.config import ConfigError
 from training.data import DataError
-from training.manifest import MANIFEST, ManifestError, manifest_bytes, parse_manifest, verify
+from training.from_checkpoint import is_checkpoint, write_checkpoint_as_model
+from training.manifest import MANIFEST, Entry, ManifestError, manifest_bytes, parse_manifest, verify
 from training.models import ModelError
 from training.tokenizer import TokenizerError
 
 EXIT_FAILED, EXIT_WRONG, EXIT_STOPPED = 1, 2, 143
 VIRTUAL = "cpu"  # the GPU type of virtual GPUs
 METRICS_EVERY_S = 1.0
+TAKEN = "something else lies there already, which a reader may be at; use another output, or remove it"
 
 
 class JobFailedError(Exception):
@@ -128,6 +130,12 @@ class Program:
         """Whether its GPUs are shares of the processor."""
         return self.gpu_type in (None, VIRTUAL)
 
+    @property
+    def another_output(self) -> str:
+        """What to do about an output that holds something else."""
+        other = "give the spec file another name" if self.by_hand else "use another job"
+        return f"{other}, or remove {self.output}"
+
     @contextlib.contextmanager
     def stop_deferred(self) -> Iterator[Callable[[], bool]]:
         """For work that looks itself whether it was asked to stop; else SIGTERM ends the program at once."""
@@ -155,9 +163,11 @@ def main(work: Callable[[Program], None], arguments: Sequence[str]) -> NoReturn:
 
 
 def _run(work: Callable[[Program], None], arguments: Sequence[str]) -> int:
-    if len(arguments) != 1:
-        print("expected one argument: the spec file", file=sys.stderr)
-        return EXIT_WRONG
+    if len(arguments) != 1 or arguments[0] in ("-h", "--help"):
+        asked = len(arguments) == 1
+        usage = "expected one argument: the spec file; tasks/README.md says what it may hold"
+        print(usage, file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else EXIT_WRONG
     metrics = Metrics(_metrics_path())
     try:
         with _program(Path(arguments[0]), metrics) as program, _sigterm(program):
@@ -169,7 +179,7 @@ def _run(work: Callable[[Program], None], arguments: Sequence[str]) -> int:
     except Terminated as stopped:
         return _end(metrics, EXIT_STOPPED, str(stopped) or "stopped before its work was done")
     except WRONG as error:
-        return _end(metrics, EXIT_WRONG, _with_file(Path(arguments[0]).name, error))
+        return _end(metrics, EXIT_WRONG, _with_file(Path(arguments[0]).name, str(error)))
     except PLAIN as error:
         return _end(metrics, EXIT_FAILED, str(error))
     except Exception as error:  # ours to mend: the trace is wanted, its last line is what people see
@@ -177,34 +187,41 @@ def _run(work: Callable[[Program], None], arguments: Sequence[str]) -> int:
         return _end(metrics, EXIT_FAILED, f"{type(error).__name__}: {error}")
 
 
-def _with_file(name: str, error: Exception) -> str:
-    """What is wrong with a spec, after the name of its file."""
-    said = str(error)
-    return said if not isinstance(error, SpecError) or name in said.partition(":")[0] else f"{name}: {said}"
+def _with_file(name: str, said: str) -> str:
+    """What went wrong, after the name of the spec file."""
+    return said if name in said.partition(": ")[0] else f"{name}: {said}"
+
+
+@contextlib.contextmanager
+def reading(place: Place) -> Iterator[None]:
+    """Have storage's errors name the field and its text. Raises SpecError when there is no such object."""
+    try:
+        yield
+    except NotFoundError:
+        raise SpecError(f"{place.where}: no such object in {place.storage.root}") from None
+    except StorageError as error:
+        raise StorageError(f"{place.where}: {error}") from error
 
 
 def read_text(place: Place) -> str:
     """The text of an object that a spec names. Raises SpecError when it is not there or not text."""
     try:
-        return place.storage.read(place.key).decode("utf-8")
-    except NotFoundError:
-        raise SpecError(f"{place.where}: {_missing(place)}") from None
+        with reading(place):
+            return place.storage.read(place.key).decode("utf-8")
     except UnicodeDecodeError as error:
         raise SpecError(f"{place.where}: not text in UTF-8: {error}") from None
 
 
 def local_file(place: Place, scratch: Path) -> Path:
     """A file on this machine with the object's bytes, in place or a copy. Raises SpecError."""
-    if isinstance(place.storage, DirectoryStorage):
-        path = _inside(place, place.storage.directory)
-        if not path.is_file():
-            raise SpecError(f"{place.where}: {_missing(place)}")
-        return path
-    path = scratch / "inputs" / _digest(place) / place.key.rpartition("/")[2]
-    try:
+    with reading(place):
+        if isinstance(place.storage, DirectoryStorage):
+            path = _inside(place, place.storage.directory)
+            if not path.is_file():
+                raise NotFoundError(place.key)
+            return path
+        path = scratch / "inputs" / _digest(place) / place.key.rpartition("/")[2]
         _get(place.storage, place.key, path)
-    except NotFoundError:
-        raise SpecError(f"{place.where}: {_missing(place)}") from None
     return path
 
 
@@ -212,22 +229,29 @@ def local_model(place: Place, scratch: Path) -> Path:
     """A model's directory on this machine, checked against its manifest.
 
     A directory that somebody put there without a manifest is taken as it is; one that is being published
-    has a manifest that says so. Raises SpecError when there is no model, ManifestError when it is not
-    whole.
+    has a manifest that says so; a training's checkpoint is written anew as a model. Raises SpecError when
+    there is no model, ManifestError when it is not whole.
     """
-    keys = place.storage.keys(f"{place.key}/")
-    if f"{place.key}/config.json" not in keys and f"{place.key}/{MANIFEST}" not in keys:
-        hint = ""
-        if f"{place.key}/model/{MANIFEST}" in keys:
-            hint = f"; did you mean {place.key}/model?"
-        raise SpecError(f"{place.where}: no model lies there{hint or f' in {place.storage.root}'}")
-    directory = _local_directory(place, keys, scratch / "models" / _digest(place))
-    if not (directory / "config.json").is_file():
+    with reading(place):
+        keys = place.storage.keys(f"{place.key}/")
+        if f"{place.key}/config.json" not in keys and f"{place.key}/{MANIFEST}" not in keys:
+            hint = f" in {place.storage.root}; expected a Hugging Face directory"
+            if f"{place.key}/model/{MANIFEST}" in keys:
+                hint = f"; did you mean {place.key}/model?"
+            raise SpecError(f"{place.where}: no model lies there{hint}")
+        directory = _local_directory(place, keys, scratch / "models" / _digest(place))
+    if (directory / "config.json").is_file():
+        return directory
+    if not is_checkpoint(directory):
         raise SpecError(
-            f"{place.where}: has no config.json; expected a Hugging Face directory, such as the model/ "
-            "that a training job leaves beside its checkpoints"
+            f"{place.where}: has no config.json; expected a Hugging Face directory, or a checkpoint"
         )
-    return directory
+    model = scratch / "models" / f"{_digest(place)}-model"
+    try:
+        write_checkpoint_as_model(directory, model, place.where)
+    except CheckpointError as error:
+        raise SpecError(str(error)) from error
+    return model
 
 
 @contextlib.contextmanager
@@ -248,34 +272,46 @@ def local_directory(place: Place, scratch: Path) -> Path:
 
 
 def publish_directory(storage: Storage, prefix: str, directory: Path) -> list[str]:
-    """Put a directory that has a manifest under a prefix, so that nobody takes half of it for the whole.
+    """Put a directory that has a manifest under a prefix, and give its keys.
 
-    What else lies under the prefix is removed. Returns the keys.
+    In a directory it appears in one step. In S3 the manifest is first one that says that it is not complete,
+    and what loaders look for, config.json, comes last but for the whole manifest: whoever knows only the one
+    or only the other takes nothing of a half for a model. Raises FinalError where something else lies that
+    is complete: a reader may be at it, and would get files of both.
     """
     entries = verify(directory)
-    manifest = f"{prefix}/{MANIFEST}"
-    keys = [f"{prefix}/{name}" for name in entries] + [manifest]
-    with contextlib.suppress(NotFoundError, ManifestError):
-        if parse_manifest(storage.read(manifest), prefix) == entries and set(keys) <= set(
-            storage.keys(f"{prefix}/")
-        ):
+    names = [*sorted(entries, key=lambda name: name == "config.json"), MANIFEST]
+    keys = [f"{prefix}/{name}" for name in names]
+    there, known = set(storage.keys(f"{prefix}/")), _complete(storage, prefix)
+    if known != entries:
+        if known is not None or (there and keys[-1] not in there):
+            raise FinalError(f"{prefix}: {TAKEN}")
+        for key in there.difference(keys[-1:]):  # its writer died
+            storage.delete(key)
+        if isinstance(storage, DirectoryStorage):
+            storage.delete(keys[-1])
+            if not storage.place(prefix, directory, names):
+                raise FinalError(f"{prefix}: {TAKEN}")
             return keys
-    storage.write(manifest, manifest_bytes({}, complete=False))
-    for key in set(storage.keys(f"{prefix}/")) - set(keys):
-        storage.delete(key)
-    for name in entries:
-        storage.upload(f"{prefix}/{name}", directory / name)
-    storage.upload(manifest, directory / MANIFEST)
+        storage.write(keys[-1], manifest_bytes({}, complete=False))
+        there = set()
+    for name, key in zip(names, keys, strict=True):
+        if key not in there:
+            storage.upload(key, directory / name)
     return keys
 
 
 def is_published(storage: Storage, prefix: str) -> bool:
     """Whether a whole directory lies under the prefix."""
+    return _complete(storage, prefix) is not None
+
+
+def _complete(storage: Storage, prefix: str) -> dict[str, Entry] | None:
+    """The files of the whole directory under a prefix; None when there is none."""
     try:
-        parse_manifest(storage.read(f"{prefix}/{MANIFEST}"), prefix)
+        return parse_manifest(storage.read(f"{prefix}/{MANIFEST}"), prefix)
     except (NotFoundError, ManifestError):
-        return False
-    return True
+        return None
 
 
 def quiet_libraries() -> None:
@@ -400,10 +436,6 @@ def _inside(place: Place, directory: Path) -> Path:
     if not path.resolve().is_relative_to(directory.resolve()):
         raise SpecError(f"{place.where}: a link leads out of the storage root {directory}")
     return path
-
-
-def _missing(place: Place) -> str:
-    return f"no such object in {place.storage.root}"
 
 
 def _digest(place: Place) -> str:

@@ -7,11 +7,13 @@ directory (one where many are written together), one request per write in S3.
 
 import contextlib
 import contextvars
+import errno
 import os
 import re
+import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +21,7 @@ from tasks import faults
 from tasks.secrets import redacted
 
 SETTLING_S = 1.0  # for so long after its last change someone may still be writing a file
-TEMPORARY = ".tmp-"  # prefix of files being written; never listed
+TEMPORARY = ".tmp-"  # prefix of what is being written, files and directories; never listed
 _unsynced: contextvars.ContextVar[set[Path] | None] = contextvars.ContextVar("_unsynced", default=None)
 S3_URL = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(?P<prefix>.*))?")
 
@@ -249,6 +251,33 @@ class DirectoryStorage:
             with _temporary(path, source) as temporary:
                 temporary.replace(path)
 
+    def place(self, prefix: str, directory: Path, names: Sequence[str]) -> bool:
+        """Have copies of files of a directory appear under a prefix, all of them in one step.
+
+        False, and nothing done, when something lies there.
+        """
+        with self._errors(prefix):
+            target = self._path(prefix)
+            building = target.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
+            try:
+                building.mkdir(parents=True)
+                for name in names:
+                    with _temporary(building / name, directory / name) as temporary:
+                        temporary.replace(building / name)
+                for folder in {(building / name).parent for name in names}:
+                    _sync_directory(folder)
+                faults.point("storage.written")
+                building.rename(target)  # refused where there is anything but an empty directory
+                faults.point("storage.named")
+                _sync_directory(target.parent)
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    return False
+                raise
+            finally:
+                shutil.rmtree(building, ignore_errors=True)
+            return True
+
     def _path(self, key: str) -> Path:
         path = self.directory / checked_key(key)
         if not path.parent.resolve().is_relative_to(self.directory.resolve()) or path.is_symlink():
@@ -264,11 +293,11 @@ class DirectoryStorage:
         except (FileNotFoundError, NotADirectoryError):
             return
         for entry in entries:
+            if entry.name.startswith(TEMPORARY):
+                continue
             if entry.is_dir(follow_symlinks=False):
                 yield from self._below(base + entry.name)
-            elif not entry.name.startswith(TEMPORARY) and (
-                entry.is_file(follow_symlinks=False) or entry.is_symlink()
-            ):
+            elif entry.is_file(follow_symlinks=False) or entry.is_symlink():
                 yield base + entry.name
 
     @contextlib.contextmanager

@@ -8,6 +8,8 @@ passed (the solved problems under plans/). One call works on a bounded number of
 next.
 """
 
+import contextlib
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -125,12 +127,17 @@ def _remove(site: Site, keys: Iterable[str]) -> int:
 
 
 def _remove_abandoned(site: Site) -> int:
-    """Files under a temporary name whose writers died. Buckets have a rule for such: unfinished uploads."""
+    """What has a temporary name and whose writer died. Buckets have a rule for such: unfinished uploads."""
     if not isinstance(site.storage, DirectoryStorage):
         return 0
     count, oldest = 0, time.time() - ABANDONED.total_seconds()
-    for path in site.storage.directory.rglob(f"{TEMPORARY}*"):
-        if path.is_file() and not path.is_symlink() and path.stat().st_mtime < oldest:
-            path.unlink(missing_ok=True)
+    for path in list(site.storage.directory.rglob(f"{TEMPORARY}*")):
+        with contextlib.suppress(FileNotFoundError):  # its writer was alive, or it lay in one that is gone
+            if path.is_symlink() or path.stat().st_mtime >= oldest:
+                continue
+            if path.is_dir():  # a model that was being published
+                shutil.rmtree(path)
+            else:
+                path.unlink()
             count += 1
     return count

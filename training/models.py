@@ -191,7 +191,9 @@ def _shape(kind: str, config: Mapping[str, Any]) -> Shape:
 def longest_sequence(model: str) -> int | None:
     """How many tokens the model can see at once, when its configuration says so."""
     found = config_of(model).get("max_position_embeddings")
-    return int(found) if found else None
+    if found is not None and not isinstance(found, int):
+        raise ModelError(f"{model}: config.json: max_position_embeddings: {found!r}; expected a whole number")
+    return found or None
 
 
 def build(model: str, seed: int, layers: int | None = None, device: str = "cpu") -> Any:
@@ -291,7 +293,10 @@ def loading(directory: str) -> Iterator[None]:
 
     try:
         yield
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError, StrictDataclassError) as error:
+    except (
+        *(OSError, ValueError, RuntimeError, KeyError, SafetensorError, StrictDataclassError),
+        ImportError,  # a library that the model's own format asks for
+    ) as error:
         raise ModelError(f"{directory}: cannot be loaded: {' '.join(str(error).split())[:300]}") from error
 
 

@@ -1,7 +1,10 @@
 """What the three programs share: places, publishing, and how a program ends."""
 
+import contextlib
+import errno
 import json
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -12,6 +15,7 @@ import pytest
 
 from tasks import program as programs
 from tasks.program import (
+    FinalError,
     JobFailedError,
     Place,
     Program,
@@ -21,7 +25,7 @@ from tasks.program import (
     publish_directory,
 )
 from tasks.specfile import SpecError
-from tasks.storage import Storage, StorageError, open_storage
+from tasks.storage import DirectoryStorage, Storage, StorageError, open_storage
 from tests.conftest import wait_for
 from tests.tasks.kind_programs import program
 from training.manifest import ManifestError, manifest_bytes, write_manifest
@@ -48,12 +52,29 @@ def test_what_is_published_comes_back_whole(storage: Storage, model: Path, tmp_p
     assert (found / "model.safetensors").read_bytes() == b"weights"
 
 
-def test_publishing_again_leaves_nothing_of_before(storage: Storage, model: Path) -> None:
-    publish_directory(storage, "m", model)
-    (model / "model.safetensors").rename(model / "other.safetensors")
+def test_a_model_is_never_replaced_where_a_reader_may_be_at_it(storage: Storage, model: Path) -> None:
+    keys = publish_directory(storage, "m", model)
+    before = {key: storage.read(key) for key in keys}
+    assert publish_directory(storage, "m", model) == keys  # the same once more is no change
+    (model / "model.safetensors").write_bytes(b"others!")
     write_manifest(model)
+    with pytest.raises(FinalError, match=r"^m: something else lies there already, .* use another output"):
+        publish_directory(storage, "m", model)
+    assert {key: storage.read(key) for key in storage.keys("m/")} == before
+
+
+def test_what_somebody_put_there_without_a_manifest_is_left_alone(storage: Storage, model: Path) -> None:
+    storage.write("m/config.json", b"theirs")
+    with pytest.raises(FinalError, match="m: something else lies there already"):
+        publish_directory(storage, "m", model)
+    assert storage.keys("m/") == ["m/config.json"]
+
+
+def test_a_half_whose_writer_died_makes_room(storage: Storage, model: Path) -> None:
+    storage.write("m/manifest.json", manifest_bytes({}, complete=False))
+    storage.write("m/part-9.safetensors", b"half")
     publish_directory(storage, "m", model)
-    assert storage.keys("m/") == ["m/config.json", "m/manifest.json", "m/other.safetensors"]
+    assert storage.keys("m/") == ["m/config.json", "m/manifest.json", "m/model.safetensors"]
 
 
 def test_publishing_that_is_cut_off_is_seen_as_incomplete(
@@ -62,13 +83,21 @@ def test_publishing_that_is_cut_off_is_seen_as_incomplete(
     def cut_off(key: str, path: Path) -> None:
         raise StorageError("gone")
 
+    def full(directory: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     with monkeypatch.context() as patched:
-        patched.setattr(storage, "upload", cut_off)
+        if isinstance(storage, DirectoryStorage):
+            patched.setattr("tasks.storage._sync_directory", full)
+        else:
+            patched.setattr(storage, "upload", cut_off)
         with pytest.raises(StorageError):
             publish_directory(storage, "m", model)
     assert not is_published(storage, "m")
-    with pytest.raises(ManifestError, match="is not complete"):
+    seen = SpecError if isinstance(storage, DirectoryStorage) else ManifestError
+    with pytest.raises(seen, match=r"no model lies there|is not complete"):
         local_model(at(storage, "m"), tmp_path / "scratch")
+    assert not isinstance(storage, DirectoryStorage) or not list(storage.directory.rglob(".tmp-*"))
     publish_directory(storage, "m", model)
     assert is_published(storage, "m")
 
@@ -92,17 +121,42 @@ def test_a_reader_that_asks_all_the_time_while_a_model_is_published_gets_none_or
             else:
                 answers.append({path.name: path.read_bytes() for path in found.iterdir()})
 
-    with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(ask)
+    def look() -> None:
+        """What knows no manifest, such as vLLM: where there is a config.json it takes all that there is."""
+        while not ended.is_set():
+            names = {key.removeprefix("m/") for key in storage.keys("m/")}
+            if "config.json" in names or (names and isinstance(storage, DirectoryStorage)):
+                seen.append(names | {"manifest.json"})
+
+    def overwrite() -> None:
+        """Somebody else, who is about to publish another model there."""
+        while not ended.is_set():
+            with contextlib.suppress(FinalError, ManifestError):
+                publish_directory(storage, "m", other)
+                others.append(True)
+
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    (other / "part-3.safetensors").write_bytes(b"?" * 50_000)
+    write_manifest(other)
+    seen: list[set[str]] = []
+    others: list[bool] = []
+    with ThreadPoolExecutor(3) as pool:
+        asking = [pool.submit(ask), pool.submit(look)]
         try:
-            wait_for(lambda: answers or asking.done(), "the reader to ask")
+            wait_for(lambda: answers or asking[0].done(), "the reader to ask")
             publish_directory(storage, "m", model)
-            wait_for(lambda: answers[-1] is not None or asking.done(), "the reader to find the model")
+            asking.append(pool.submit(overwrite))
+            count = len(answers)
+            wait_for(lambda: len(answers) > count + 3 or asking[0].done(), "the reader to find the model")
         finally:
             ended.set()
-        asking.result()
-    assert answers[0] is None
+        for each in asking:
+            each.result()
+    assert answers[0] is None and answers[-1] == whole
     assert all(answer is None or answer == whole for answer in answers)
+    assert seen and all(names == whole.keys() for names in seen)
+    assert not others and local_model(at(storage, "m"), tmp_path / "last")
 
 
 def test_a_damaged_model_is_refused(storage: Storage, model: Path, tmp_path: Path) -> None:
@@ -119,14 +173,23 @@ def test_a_directory_that_somebody_uploaded_without_a_manifest_is_a_model(
     assert (local_model(at(storage, "m"), tmp_path / "scratch") / "config.json").read_bytes() == b"{}"
 
 
-def test_a_checkpoint_is_no_model_and_the_message_says_where_that_is(
-    storage: Storage, tmp_path: Path
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"weights.bin": "?"}, r"has no config\.json; expected a Hugging Face directory, or a checkpoint"),
+        ({"state.json": "{}", ".metadata": ""}, r"checkpoint of None, whose configuration is not on this"),
+        ({"state.json": "?", ".metadata": ""}, "cannot be read: Expecting value"),
+    ],
+)
+def test_what_is_neither_a_model_nor_a_checkpoint_that_can_be_one_is_said(
+    storage: Storage, tmp_path: Path, files: dict[str, str], message: str
 ) -> None:
     (tmp_path / "state").mkdir()
-    (tmp_path / "state" / "state.json").write_text("{}")
+    for name, text in files.items():
+        (tmp_path / "state" / name).write_text(text)
     write_manifest(tmp_path / "state")
     publish_directory(storage, "outputs/a/checkpoints/step-8", tmp_path / "state")
-    with pytest.raises(SpecError, match=r"has no config\.json; expected .* such as the model/ that a"):
+    with pytest.raises(SpecError, match=message):
         local_model(at(storage, "outputs/a/checkpoints/step-8"), tmp_path / "scratch")
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tasks.storage import (
+    DirectoryStorage,
     NotFoundError,
     RefusedKeyError,
     Storage,
@@ -422,3 +423,32 @@ def test_settings_that_boto3_refuses_are_storage_errors(
     with pytest.raises(StorageError, match=said) as told:
         open_storage("s3://bucket/x").keys()
     assert "\n" not in str(told.value)
+
+
+def test_a_directory_appears_in_one_step_and_takes_no_other_ones_place(tmp_path: Path) -> None:
+    storage = DirectoryStorage(tmp_path / "root")
+    made = tmp_path / "made"
+    (made / "deep").mkdir(parents=True)
+    for name in ("a", "deep/b", "left"):
+        (made / name).write_text(name)
+    (tmp_path / "root" / "out" / "empty").mkdir(parents=True)
+    for prefix in ("out/new", "out/empty"):
+        assert storage.place(prefix, made, ["a", "deep/b"])
+        assert storage.keys(f"{prefix}/") == [f"{prefix}/a", f"{prefix}/deep/b"]
+    storage.write("out/file", b"?")
+    for prefix in ("out/new", "out", "out/file"):
+        assert not storage.place(prefix, made, ["left"])
+    assert storage.keys("out/") == [
+        "out/empty/a",
+        "out/empty/deep/b",
+        "out/file",
+        "out/new/a",
+        "out/new/deep/b",
+    ]
+    assert not list((tmp_path / "root").rglob(".tmp-*"))
+
+
+def test_what_is_being_written_is_not_listed(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-1").mkdir()
+    (tmp_path / ".tmp-1" / "config.json").write_text("{}")
+    assert open_storage(str(tmp_path)).keys() == []

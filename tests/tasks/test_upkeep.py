@@ -175,10 +175,14 @@ def test_files_whose_writers_died_are_removed_once_they_are_old(site: Site, work
     old, young = (Path(site.storage.root) / f".tmp-{age}" for age in ("old", "young"))
     for file in (old, young):
         file.write_bytes(b"half")
-    os.utime(old, (time.time() - 3 * 86_400,) * 2)
+    model = Path(site.storage.root) / "outputs" / ".tmp-model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_bytes(b"{}")
+    for path in (old, model):
+        os.utime(path, (time.time() - 3 * 86_400,) * 2)
     done = upkeep.upkeep(site, LATER)
-    assert done is not None and done.abandoned == 1
-    assert young.exists() and not old.exists()
+    assert done is not None and done.abandoned == 2
+    assert young.exists() and not old.exists() and not model.exists()
 
 
 def test_more_days_than_one_call_takes_are_left_for_the_next(
