@@ -27,6 +27,7 @@ SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "
 MOST_LINE = 16 << 20  # bytes of a line that are read
 MOST_SHARD = 64 << 20  # bytes of the lines of a shard, above which it takes no other row
 PARQUET_BUFFER = 1 << 20
+PARQUET_BATCH = 4 << 20  # bytes that are decoded at a time, by what rows take on average
 # What a job adds to each row.
 ADDED = ("completion", "prompt_tokens", "completion_tokens", "finish_reason", "error")
 
@@ -129,11 +130,15 @@ def fingerprint(path: Path) -> str:
 
 
 class Reader:
-    """Reads shards; one after the other in their order costs no seeking."""
+    """Reads shards; one after the other in their order costs no seeking.
 
-    def __init__(self, files: Sequence[InputFile], column: str) -> None:
+    Rows of Parquet that are written as Parquet need but one column as Python has it: `whole` is False then.
+    """
+
+    def __init__(self, files: Sequence[InputFile], column: str, whole: bool = True) -> None:
         self.files = files
         self.column = column
+        self.whole = whole
         self.parquet = _parquet(files)
         self._cursors: dict[int, _ParquetCursor] = {}
 
@@ -144,9 +149,10 @@ class Reader:
     def check(self) -> None:
         """Raise SpecError when the column is in none of the rows, as far as Parquet says."""
         for file in self.files if self.parquet else ():
-            if self.column not in (names := _open_parquet(file).schema_arrow.names):
+            if (names := _open_parquet(file).schema_arrow.names).count(self.column) != 1:
+                wrong = "more than one" if self.column in names else "no"
                 raise SpecError(
-                    f"input: {file.name!r}: has no column {self.column!r}; it has {', '.join(names)}"
+                    f"input: {file.name!r}: has {wrong} column {self.column!r}; it has {', '.join(names)}"
                 )
 
     def _from_jsonl(self, shard: Shard) -> list[Row]:
@@ -172,7 +178,8 @@ class Reader:
             table = cursor.take(position, wanted)
             tables.append(table)
             prefix = f"{self.files[index].name}: " if len(self.files) > 1 else ""
-            for number, columns in enumerate(table.to_pylist(), position + 1):
+            shown = table if self.whole else table.select([self.column])
+            for number, columns in enumerate(shown.to_pylist(), position + 1):
                 rows.append(_checked(f"{prefix}row {number}", columns, self.column))
             wanted -= table.num_rows
             if not wanted:
@@ -333,8 +340,12 @@ class _ParquetCursor:
         while group < self.file.num_row_groups and first + self._rows(group) <= position:
             first += self._rows(group)
             group += 1
+        size = sum(self.file.metadata.row_group(n).total_byte_size for n in range(self.file.num_row_groups))
+        average = max(size // max(self.file.metadata.num_rows, 1), 1)
         self.batches = self.file.iter_batches(
-            batch_size=256, row_groups=list(range(group, self.file.num_row_groups)), use_threads=False
+            batch_size=max(min(PARQUET_BATCH // average, 256), 1),
+            row_groups=list(range(group, self.file.num_row_groups)),
+            use_threads=False,
         )
         self.rest, self.next = None, first
         if position > first:
