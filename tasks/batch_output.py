@@ -2,7 +2,8 @@
 
 Invariant: a shard is done when its file is there, which appears whole; everything else can be found out from
 the shards again. Records of finished shards save reading them once more; claims keep the processes of one
-attempt off each other's shards. Both are gone when the manifest lists all shards, which is written last.
+attempt off each other's shards; each of these keeps its share of the work there, so that the last one
+knows the whole job's. All that is gone when the manifest lists all shards, which is written last.
 """
 
 import hashlib
@@ -10,10 +11,11 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
+from tasks.generating import Work
 from tasks.program import JobFailedError
 from tasks.rows import Format, Shard, decoded, encoded
 from tasks.storage import NotFoundError, Storage, exists
@@ -21,6 +23,7 @@ from training.manifest import MANIFEST, Entry, manifest_bytes
 from training.processes import World
 
 REPORT = "report.json"  # what came of all rows
+FOR_THE_WORK = ("claims", "records", "shares")  # folders
 EXAMPLES = 5
 
 
@@ -97,7 +100,7 @@ class Output:
         order = list(stretches[world.rank])
         for step in range(1, world.size):
             order += reversed(stretches[(world.rank + step) % world.size])
-        prefix = f"{self.prefix}/claims/{os.environ.get('SLOTWISE_ATTEMPT', '1')}"
+        prefix = f"{self.prefix}/claims/{_attempt()}"
         taken: set[int] = set()
         for shard in order:
             if shard.index in taken:
@@ -123,9 +126,30 @@ class Output:
             entries[name] = Entry(record["bytes"], record["sha256"])
         return tally, entries
 
-    def close(self, tally: Tally, entries: dict[str, Entry]) -> list[str]:
+    def share(self, world: World, work: Work) -> None:
+        """Keep what a process of this attempt did so far."""
+        key = f"{self.prefix}/shares/{_attempt()}/{world.rank:05d}.json"
+        self.storage.write(key, json.dumps(asdict(work)).encode())
+
+    def whole_work(self, gpus_per_process: int) -> dict[str, Any]:
+        """Figures of all processes of all nodes: of this attempt so far, or of the one that ended the job."""
+        work = Work(processes=0)
+        try:
+            for key in self.storage.keys(f"{self.prefix}/shares/{_attempt()}/"):
+                work.add(Work(**json.loads(self.storage.read(key))))
+        except NotFoundError:  # another process ended the job meanwhile
+            work = Work(processes=0)
+        if work.processes:
+            return work.metrics(gpus_per_process)
+        try:
+            return dict(json.loads(self.storage.read(f"{self.prefix}/{REPORT}"))["last_attempt"])
+        except (NotFoundError, KeyError):
+            return {}
+
+    def close(self, tally: Tally, entries: dict[str, Entry], figures: dict[str, Any]) -> list[str]:
         """List the shards in a manifest, and remove what was only for the work; the first keys."""
-        self.storage.write(f"{self.prefix}/{REPORT}", json.dumps(asdict(tally), indent=1).encode())
+        report = {**asdict(tally), "last_attempt": figures}
+        self.storage.write(f"{self.prefix}/{REPORT}", json.dumps(report, indent=1).encode())
         self.storage.write(f"{self.prefix}/{MANIFEST}", manifest_bytes(entries))
         self._tidy()
         return [f"{self.prefix}/{MANIFEST}", *(self.key(shard.index) for shard in self.shards[:20])]
@@ -135,10 +159,11 @@ class Output:
         if not exists(self.storage, f"{self.prefix}/{MANIFEST}"):
             return None
         self._tidy()
-        return Tally(**json.loads(self.storage.read(f"{self.prefix}/{REPORT}")))
+        report = json.loads(self.storage.read(f"{self.prefix}/{REPORT}"))
+        return Tally(**{part.name: report[part.name] for part in fields(Tally)})
 
     def _tidy(self) -> None:
-        for folder in ("claims", "records"):
+        for folder in FOR_THE_WORK:
             for key in self.storage.keys(f"{self.prefix}/{folder}/"):
                 self.storage.delete(key)
 
@@ -159,6 +184,10 @@ class Output:
         for row in decoded(data, self.form):
             tally.add(counted(row))
         return self.note(index, data, tally)
+
+
+def _attempt() -> str:
+    return os.environ.get("SLOTWISE_ATTEMPT", "1")
 
 
 def shard_key(output: str, index: int, form: Format = "jsonl") -> str:

@@ -7,7 +7,6 @@ batch but for near ties; sampling is seeded by the shard.
 
 import importlib.util
 import math
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -59,6 +58,9 @@ class Engine(Protocol):
 
     def complete(self, prompts: Sequence[list[int]], seed: int) -> list[Completion]:
         """Complete prompts of one shard; `seed` is the shard's own."""
+
+    def close(self) -> None:
+        """End what it started; it answers nothing after that."""
 
 
 @dataclass
@@ -136,6 +138,8 @@ def open_engine(
 ) -> Engine:
     """Load a model. Raises ModelError or SpecError."""
     if engine == "vllm":
+        from tasks.vllm_engine import VllmEngine
+
         return VllmEngine(directory, name, settings, precision, tensor_parallel)
     return TransformersEngine(directory, name, settings, precision, gpu, most_rows, most_tokens)
 
@@ -193,6 +197,9 @@ class TransformersEngine:
         self.work.seconds += time.perf_counter() - began
         self.work.rows += len(prompts)
         return found
+
+    def close(self) -> None:
+        """Nothing of it outlives its process."""
 
     def _generated(self, prompts: list[list[int]]) -> list[Completion]:
         """Completions of prompts that run together; halves of them when memory does not hold all."""
@@ -341,60 +348,6 @@ def _watch(engine: TransformersEngine) -> Any:
             return self.done
 
     return Watch()
-
-
-class VllmEngine:
-    """vLLM's offline engine, which batches by itself."""
-
-    def __init__(
-        self, directory: Path, name: str, settings: Settings, precision: Precision, tensor_parallel: int
-    ) -> None:
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        import vllm
-
-        self.tokens = read_tokens(directory, name)
-        self.settings = settings
-        dtype = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision]
-        self.work = Work()
-        try:
-            self.model = vllm.LLM(
-                model=str(directory), dtype=dtype, tensor_parallel_size=tensor_parallel, seed=settings.seed
-            )
-        except (ValueError, RuntimeError, OSError) as error:
-            raise ModelError(f"{name}: vLLM cannot load it: {' '.join(str(error).split())[:300]}") from error
-
-    def complete(self, prompts: Sequence[list[int]], seed: int) -> list[Completion]:
-        from vllm import SamplingParams
-
-        given = self.settings
-        plain: dict[str, Any] = {
-            "max_tokens": given.max_new_tokens,
-            "temperature": given.temperature,
-            "top_p": given.top_p,
-            "top_k": given.top_k or -1,
-            "repetition_penalty": given.repetition_penalty,
-            "stop": list(given.stop) or None,
-        }
-        # One seed for all would draw the same for rows that ask the same.
-        seeds = [(seed + place) % 2**63 if given.temperature else None for place in range(len(prompts))]
-        began = time.perf_counter()
-        answers = self.model.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts],
-            [SamplingParams(**plain, seed=own) for own in seeds],
-            use_tqdm=False,
-        )
-        found = []
-        for prompt, answer in zip(prompts, answers, strict=True):
-            best = answer.outputs[0]
-            self.work.prompt_tokens += len(prompt)
-            if best.finish_reason not in ("stop", "length"):
-                found.append(Completion(None, None, None, f"vLLM ended it: {best.finish_reason}"))
-                continue
-            self.work.generated_tokens += len(best.token_ids)
-            found.append(Completion(best.text, len(best.token_ids), best.finish_reason))
-        self.work.rows += len(prompts)
-        self.work.seconds += time.perf_counter() - began
-        return found
 
 
 def chosen_precision(asked: Precision, device: "torch.device") -> str:

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     import torch
 
 
+# What people see of the work: sums and rates, and what of a device's peak was reached.
+SHARES = ("padding_waste", "mfu", "prefill_mfu", "decode_bandwidth_utilization")
+FIGURES = ("rows_per_s", "tokens_per_s", "prompt_tokens", "completion_tokens", "gpu_seconds", *SHARES)
+
+
 @dataclass
 class Work:
     """Sums over everything a process generated. Those of several processes add up."""
@@ -117,10 +122,10 @@ def sizes_of(model: Any) -> Sizes:
     element = 4
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
-            linear += module.weight.numel()
-            weight_bytes += stored_bytes(module.weight)
+            linear += module.in_features * module.out_features
+            weight_bytes += sum(stored_bytes(part) for part in module.parameters())
             if module is output:
-                output_weights = module.weight.numel()
+                output_weights = module.in_features * module.out_features
                 element = module.weight.element_size()
     heads = int(config.num_attention_heads)
     head = int(getattr(config, "head_dim", None) or config.hidden_size // heads)

@@ -13,7 +13,8 @@ import sys
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -31,8 +32,19 @@ from tasks.engines import (
     open_engine,
     read_tokens,
 )
-from tasks.generating import Work
-from tasks.program import FinalError, Program, leave_out, local_file, local_model, main, said_of
+from tasks.generating import FIGURES, SHARES, Work
+from tasks.program import (
+    WRONG,
+    FinalError,
+    Place,
+    Program,
+    leave_out,
+    local_file,
+    local_model,
+    main,
+    reading,
+    said_of,
+)
 from tasks.rows import (
     ADDED,
     Format,
@@ -50,7 +62,7 @@ from tasks.specfile import SpecError, Strict, read_spec
 from tasks.storage import NotFoundError
 from tasks.workers import WORKER, see_own_gpus, start_workers
 from training.manifest import MANIFEST, entries_of
-from training.models import config_of
+from training.models import config_of, longest_sequence
 from training.processes import World, world_from_environment
 
 RUN = "run.json"  # what the shards of an output are made from, and their list
@@ -120,25 +132,42 @@ def infer(program: Program) -> None:
     worker = os.environ.get(WORKER)
     model = program.place("model", spec.model)
     directory = Path(worker) if worker else local_model(model, program.scratch)
+    with said_of(model, directory):
+        longest = longest_sequence(str(directory))
+    if longest is not None and spec.max_new_tokens >= longest:
+        raise SpecError(
+            f"max_new_tokens: {spec.max_new_tokens}: with a prompt the model sees at most {longest} tokens; "
+            f"expected less than {longest}"
+        )
     run = _agreed(program, spec, files, directory)
     if (known := run.output.closed()) is not None:
         print(f"{program.output} is there already", flush=True)
+        _report_whole(program, run, World(program.node_rank, program.nodes))
         program.metrics.update(**_rows(known), progress=1.0, outputs=[f"{program.output}/{MANIFEST}"])
         return
     processes = gpus // spec.tensor_parallel
     if worker is None and (processes > 1 or spec.tensor_parallel > 1):
         start_workers(program, directory, processes, spec.tensor_parallel)
+        _report_whole(program, run, World(program.node_rank, program.nodes))
         return
     world = world_from_environment() if worker else World(program.node_rank, program.nodes)
     if worker:
         program.metrics.path = program.scratch / f"worker-{world.local_rank}.json"
         see_own_gpus(world.local_rank, spec.tensor_parallel)
-    with said_of(model, directory):
-        _work(program, run, directory, world, own_gpus=bool(worker))
-    if (all_there := run.output.total()) is not None:  # the last process to finish sees them all
+    try:
+        with said_of(model, directory):
+            _work(program, run, model, directory, world, own_gpus=bool(worker))
+    except WRONG:
+        if not run.output.finished():  # such as of a model that cannot be loaded: nothing is left of it
+            program.storage.delete(f"{program.output}/{RUN}")
+        raise
+    all_there = run.output.total()
+    figures = _report_whole(program, run, world)
+    if all_there is not None:  # the last process to finish sees them all
         tally, entries = all_there
         _check_errors(run, tally)
-        program.metrics.update(**_rows(tally), progress=1.0, outputs=run.output.close(tally, entries))
+        outputs = run.output.close(tally, entries, figures)
+        program.metrics.update(**_rows(tally), progress=1.0, outputs=outputs)
 
 
 @dataclass(frozen=True)
@@ -151,15 +180,15 @@ class _Prepared:
     prompts: list[list[int] | str]
 
 
-def _work(program: Program, run: Run, directory: Path, world: World, own_gpus: bool) -> None:
+def _work(program: Program, run: Run, model: Place, directory: Path, world: World, own_gpus: bool) -> None:
     """Do shards until none is left. Reading and writing go on beside generating, one shard ahead each."""
     tally, work = Tally(), Work(processes=1)
-    if program.own_process:  # what a quantized model needs costs the others a second
+    if program.own_process and run.spec.engine == "transformers":  # what few models need costs a second
         plain = config_of(str(directory)).get("quantization_config") is None
         leave_out("scipy", *(["torchao"] if plain else []))
     engine: Engine | None = None
     tokens: Tokens | None = None
-    reader = Reader(run.files, run.spec.column)
+    reader = Reader(run.files, run.spec.column, whole=run.output.form == "jsonl")
     done = run.output.finished()
     claims = run.output.claimed(world, done)
     for index in sorted(done)[world.rank :: world.size]:
@@ -172,27 +201,36 @@ def _work(program: Program, run: Run, directory: Path, world: World, own_gpus: b
             return None
         nonlocal tokens
         if tokens is None:
-            tokens = read_tokens(directory, run.spec.model)
+            tokens = read_tokens(directory, model.where)
             if run.spec.messages is not None and not tokens.chat:
-                raise SpecError(f"messages: {run.spec.model!r} has no chat template; give prompt: instead")
+                raise SpecError(
+                    f"messages: {run.spec.messages!r}: model {run.spec.model!r} has no chat template; "
+                    "expected prompt, and a column of texts"
+                )
         rows, table = reader.read(shard)
         readable = [row for row in rows if row.error is None]
         asked = iter(tokens.of([row.asked for row in readable], run.spec.messages is not None))
         prompts = [row.error if row.error is not None else next(asked) for row in rows]
         return _Prepared(shard, rows, table, prompts)
 
-    with ThreadPoolExecutor(1) as reading, ThreadPoolExecutor(1) as writing:
+    def put(prepared: _Prepared, rows: list[dict[str, Any]], ended: Tally, so_far: Work) -> None:
+        if world.size > 1:  # first: whoever sees the last shard is to know all shares
+            run.output.share(world, so_far)
+        run.output.put(prepared.shard, rows, prepared.table, ended)
+
+    with ExitStack() as ending, ThreadPoolExecutor(1) as ahead, ThreadPoolExecutor(1) as writing:
         written: Future[None] | None = None
-        coming = reading.submit(prepare)
+        coming = ahead.submit(prepare)
         while (prepared := coming.result()) is not None:
-            coming = reading.submit(prepare)
+            coming = ahead.submit(prepare)
             if engine is None:  # a finished job needs no model
-                engine = _opened(run.spec, directory, 0 if own_gpus else world.local_rank)
+                engine = _opened(run.spec, model, directory, 0 if own_gpus else world.local_rank)
+                ending.callback(engine.close)
                 work = engine.work
             rows, ended = _completed(run, engine, prepared)
             if written is not None:
                 written.result()
-            written = writing.submit(run.output.put, prepared.shard, rows, prepared.table, ended)
+            written = writing.submit(put, prepared, rows, ended, replace(work))
             tally.add(ended)
             _report(program, run, tally, work)
             _check_errors(run, tally)
@@ -201,11 +239,11 @@ def _work(program: Program, run: Run, directory: Path, world: World, own_gpus: b
     _report(program, run, tally, work)
 
 
-def _opened(spec: InferenceSpec, directory: Path, gpu: int) -> Engine:
+def _opened(spec: InferenceSpec, model: Place, directory: Path, gpu: int) -> Engine:
     return open_engine(
         spec.engine,
         directory,
-        spec.model,
+        model.where,
         spec.settings,
         spec.dtype,
         gpu,
@@ -260,7 +298,9 @@ def _input_files(program: Program, spec: InferenceSpec) -> tuple[InputFile, ...]
             names.append(reference)
             continue
         place = program.place("input", reference)
-        if not (found := matching(place.storage, place.key)):
+        with reading(place):
+            found = matching(place.storage, place.key)
+        if not found:
             raise SpecError(f"{place.where}: nothing in {place.storage.root} matches")
         prefix = reference.removesuffix(place.key)
         names += [prefix + key for key in found]
@@ -298,7 +338,7 @@ def _agreed(program: Program, spec: InferenceSpec, files: tuple[InputFile, ...],
     for name in _changed(agreed["made_from"], made_from):
         raise SpecError(
             f"{program.name}: {name}: the rows under {program.output} were made with another one; "
-            "use another output, or remove them"
+            f"{program.another_output}"
         )
     return Run(
         spec, files, Output(program.storage, program.output, form, tuple(Shard(*v) for v in agreed["shards"]))
@@ -339,8 +379,8 @@ def _check_errors(run: Run, tally: Tally) -> None:
     """Raise FinalError as soon as there are too many errors, however the rest goes."""
     if tally.failed > run.spec.max_error_share * run.output.rows:
         raise FinalError(
-            f"{tally.failed} of {run.output.rows} rows failed, more than the {run.spec.max_error_share:g} "
-            f"allowed; for example: {' | '.join(tally.examples)}"
+            f"max_error_share: {run.spec.max_error_share:g}: {tally.failed} of {run.output.rows} rows "
+            f"failed; for example: {' | '.join(tally.examples)}"
         )
 
 
@@ -352,6 +392,19 @@ def _report(program: Program, run: Run, tally: Tally, work: Work) -> None:
         **work.metrics(run.spec.tensor_parallel),
         **({"work": asdict(work)} if WORKER in os.environ else {}),
     )
+
+
+def _report_whole(program: Program, run: Run, world: World) -> dict[str, Any]:
+    """Figures of the whole job; its shares of what the devices can do stand in each rank's metrics.
+
+    A rank that ends before another one knows that one's work up to its last shard. Rates stay the rank's own:
+    people add them up.
+    """
+    if world.size == 1:
+        return {name: program.metrics.known[name] for name in FIGURES if name in program.metrics.known}
+    figures = run.output.whole_work(run.spec.tensor_parallel)
+    program.metrics.update(**{name: value for name, value in figures.items() if name in SHARES})
+    return figures
 
 
 def _rows(tally: Tally) -> dict[str, int]:

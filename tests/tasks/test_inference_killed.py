@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tasks.batch_output import Output, shard_key
+from tasks.generating import Work
 from tasks.inference import infer
 from tasks.program import publish_directory
 from tasks.s3 import S3Storage
@@ -20,6 +22,7 @@ from tasks.storage import Storage, open_storage
 from tests.conftest import MakeStorage, wait_for
 from tests.tasks.kind_programs import ROWS as SECTION
 from tests.tasks.kind_programs import Job, program, put, rows, small_model, stocked
+from training.processes import World
 
 SHARDS = 4
 pytestmark = pytest.mark.xdist_group("inference-killed")  # they share a model and a process that forks
@@ -232,6 +235,25 @@ def test_a_process_that_is_ahead_takes_what_is_left_of_the_others(root: Path, tm
     assert [job.metrics.known["rows_done"] for job in jobs] == [24, 24]
 
 
+def test_what_a_job_makes_of_its_devices_is_that_of_all_its_nodes(root: Path, tmp_path: Path) -> None:
+    storage = open_storage(str(root))
+    put(storage, *[{"id": n, "prompt": f"{n} What"} for n in range(4)])
+    jobs = [replace(program(storage, tmp_path, SECTION), node_rank=rank, nodes=2) for rank in (0, 1)]
+    known = Output(storage, "outputs/job", "jsonl", ())
+    slow = Work(seconds=1.0, rows=1, decode_seconds=1e6, decode_bytes=1.0, peak_bytes_per_s=1e9)
+    known.share(World(1, 2), slow)  # as if the other node had decoded for days
+    infer(jobs[0])
+    metrics = jobs[0].metrics.known
+    assert 0 < metrics["decode_bandwidth_utilization"] < 1e-3
+    assert metrics["rows_per_s"] > 1e-3  # its own: people add them up
+    infer(jobs[1])  # finds all done, and the figures
+    report = json.loads(storage.read("outputs/job/report.json"))
+    figures = report["last_attempt"]
+    assert figures["decode_bandwidth_utilization"] == metrics["decode_bandwidth_utilization"]
+    assert known.whole_work(1) == figures
+    assert not storage.keys("outputs/job/shares/")
+
+
 @pytest.mark.long
 def test_processes_at_work_together_do_each_shard_once(root: Path) -> None:
     storage = open_storage(str(root))
@@ -249,6 +271,48 @@ def test_processes_at_work_together_do_each_shard_once(root: Path) -> None:
     assert len(written) == len(set(written)) == 20
     assert [row["id"] for row in rows(storage, "gang")] == list(range(60))
     assert json.loads(storage.read("outputs/gang/report.json"))["rows"] == 60
+
+
+def there_are(storage: Storage, shards: int) -> bool:
+    return len(storage.keys("outputs/gang/rows-")) >= shards
+
+
+@pytest.mark.long
+def test_two_processes_at_work_of_which_one_is_killed_take_no_shard_twice_and_lose_none(root: Path) -> None:
+    storage, draw = open_storage(str(root)), random.Random(6)
+    put(storage, *[{"id": n, "prompt": f"{n} What"} for n in range(90)])
+    section = {**SECTION, "shard_rows": 3, "max_new_tokens": 20}
+    written: dict[str, int] = {}
+    for attempt in range(1, 5):
+        own = {"SLOTWISE_NODE_COUNT": "2", "SLOTWISE_ATTEMPT": str(attempt)}
+        jobs = [Job("tasks.inference", root, "gang", section, rank, **own) for rank in (0, 1)]
+        processes = [job.start() for job in jobs]
+        try:
+            for victim in draw.sample(
+                processes, 2 if attempt < 4 else 0
+            ):  # the runner ends the other one soon
+                wanted = len(storage.keys("outputs/gang/rows-")) + 2
+                wait_for(partial(there_are, storage, wanted), "two shards")
+                victim.kill()
+            assert attempt < 4 or [process.wait(200) for process in processes] == [0, 0]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        now = {path.name: path.stat().st_mtime_ns for path in (root / "outputs/gang").glob("rows-*")}
+        assert written.items() <= now.items()
+        written = now
+    assert len(written) == 30
+    assert [row["id"] for row in rows(storage, "gang")] == list(range(90))
+    report = json.loads(storage.read("outputs/gang/report.json"))
+    assert (report["rows"], report["failed"]) == (90, 0)
+    assert 0 < report["last_attempt"]["decode_bandwidth_utilization"] <= 1
+    assert {key.rpartition("/")[2] for key in storage.keys("outputs/gang/")} == {
+        "manifest.json",
+        "report.json",
+        "run.json",
+        *written,
+    }
 
 
 def test_every_gpu_of_a_node_has_a_process_of_its_own_and_people_see_their_sum(root: Path) -> None:

@@ -87,12 +87,12 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "every row": (
         "batch_inference",
         {**ROWS, "prompt": "q"},
-        "2 of 2 rows failed, more than the 0.5 allowed",
+        "spec.yaml: max_error_share: 0.5: 2 of 2 rows failed",
     ),
     "no chat template": (
         "batch_inference",
         {**{k: v for k, v in ROWS.items() if k != "prompt"}, "messages": "talk"},
-        "messages: 'models/small' has no chat template",
+        "messages: 'talk': model 'models/small' has no chat template",
     ),
     "no such kernel": (
         "quantization",
