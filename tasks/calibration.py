@@ -12,6 +12,7 @@ sees what the quantized ones before it make of the text.
 import re
 from typing import TYPE_CHECKING, Any
 
+from tasks.schemes import note_quantization
 from training.data import Windows
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ def calibrate(model: Any, base: "AOBaseConfig", text: Windows, windows: int) -> 
     import torch
     from torchao.prototype.awq import AWQConfig
     from torchao.quantization import quantize_
-    from transformers import TorchAoConfig
-    from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 
     device = next(model.parameters()).device
     with torch.inference_mode():
@@ -41,10 +40,7 @@ def calibrate(model: Any, base: "AOBaseConfig", text: Windows, windows: int) -> 
             for first in range(0, len(rows), BATCH):
                 model(input_ids=rows[first : first + BATCH], use_cache=False)
         quantize_(model, AWQConfig(base, step="convert"), filter_fn=chosen)
-    # What transformers writes into the configuration, and reads the layers' layout by.
-    stored = TorchAoConfig(AWQConfig(base, step="prepare_for_loading"))
-    model.config.quantization_config = stored
-    model.hf_quantizer = TorchAoHfQuantizer(stored, pre_quantized=False)
+    note_quantization(model, AWQConfig(base, step="prepare_for_loading"))
 
 
 def _blocks(model: Any) -> list[frozenset[str]]:

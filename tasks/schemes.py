@@ -1,11 +1,15 @@
 """The ways to quantize a model's linear layers, and which of them a device can run.
 
-Invariant: what a device lacks is said from this table, before a model is loaded. The tensors are torchao's;
-transformers and vLLM (as `quantization="torchao"`, from the model's own configuration) read them. Tried here:
-the int8 schemes with transformers on a processor; int4 and fp8 need a GPU. torchao's GPTQ does as well, and
-is not among them.
+Invariant: what a device lacks is said from this table, before a model is loaded. The tensors are torchao's,
+or those of compressed-tensors where llmcompressor made them (the extra `gptq`); transformers and vLLM read
+both by the model's own configuration. Tried: the int8 schemes and int4_gptq with transformers on a processor,
+int8 with vLLM there too; int4_weight_only, int4_awq and fp8 need a GPU.
+
+A library leaves a layer as it is when its sizes do not suit a scheme, and says nothing: int4 takes inputs in
+groups of 128, fp8 sizes that are multiples of 16. So whoever quantizes counts the layers that changed.
 """
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,16 +31,19 @@ class Device:
 class Scheme:
     """A way to quantize. `least` is the GPU it needs; None: any device will do.
 
-    A scheme with a `plain` one is that one scaled by what the layers see of a text.
+    A scheme with a `plain` one is that one fitted to what the layers see of a text: by AWQ as `config` says,
+    or, without a `config`, by GPTQ.
     """
 
-    config: Callable[[], "AOBaseConfig"]
+    config: Callable[[], "AOBaseConfig"] | None
     least: tuple[int, int] | None
     what: str
     plain: str | None = None
 
     def lacks(self, device: Device) -> str | None:
-        """What the device is short of; None when it can run this."""
+        """What the device, or this machine, is short of; None when it can run this."""
+        if self.config is None and importlib.util.find_spec("llmcompressor") is None:
+            return "it needs llmcompressor, which is not installed on this node: pip install 'slotwise[gptq]'"
         if self.least is None or (device.capability is not None and device.capability >= self.least):
             return None
         major, minor = self.least
@@ -73,6 +80,7 @@ SCHEMES: dict[str, Scheme] = {
     "int8_awq": Scheme(_int8_weight_only, None, "int8_weight_only, calibrated", "int8_weight_only"),
     "int4_weight_only": Scheme(_int4_weight_only, (8, 0), "4-bit weights in groups of 128, tinygemm kernels"),
     "int4_awq": Scheme(_int4_weight_only, (8, 0), "int4_weight_only, calibrated", "int4_weight_only"),
+    "int4_gptq": Scheme(None, None, "4-bit weights in groups of 128, by GPTQ", "int4_weight_only"),
     "fp8": Scheme(_fp8, (8, 9), "8-bit floats for weights and activations, a scale for each row"),
 }
 
@@ -86,8 +94,36 @@ def this_device() -> Device:
     return Device("cuda", torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0))
 
 
-def quantization_argument(scheme: str) -> Any:
-    """What transformers is to quantize with while it loads a model."""
-    from transformers import TorchAoConfig
+def quantize_layers(model: Any, config: "AOBaseConfig") -> None:
+    """Quantize the linear layers of a model, but the output one, where it lies: the kernels of a GPU pack
+    weights that are on it. transformers would do so while it loads, and needs accelerate for that.
+    """
+    import torch
+    from torchao.quantization import quantize_
 
-    return TorchAoConfig(SCHEMES[scheme].config())
+    output = model.get_output_embeddings()
+    quantize_(model, config, lambda module, _: isinstance(module, torch.nn.Linear) and module is not output)
+    note_quantization(model, config)
+
+
+def note_quantization(model: Any, config: "AOBaseConfig") -> None:
+    """Have transformers write what the layers are: into the configuration, and beside the tensors."""
+    from transformers import TorchAoConfig
+    from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
+
+    stored = TorchAoConfig(config)
+    model.config.quantization_config = stored
+    model.hf_quantizer = TorchAoHfQuantizer(stored, pre_quantized=False)
+
+
+def changed_layers(model: Any) -> tuple[int, int]:
+    """How many linear layers of a model are quantized, and how many could be: all but the output one."""
+    import torch
+
+    output, changed, found = model.get_output_embeddings(), 0, 0
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and module is not output:
+            found += 1
+            packed = hasattr(module, "quantization_scheme")  # by compressed-tensors
+            changed += packed or hasattr(module.weight, "tensor_data_names")
+    return changed, found

@@ -16,6 +16,8 @@ BATCHES = (1, 16, 256)
 PROMPT, NEW = 16, 8  # tokens
 TURNS = 3
 LONGEST_S = 30.0  # of one turn, as far as a smaller batch lets it be foreseen
+COLOURS = ("#999999", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442")
+BAR, GAP, TALL, LINE = 34, 30, 220, 16  # of the picture
 
 Speed = dict[str, float | None]
 
@@ -44,57 +46,62 @@ def measured(model: Any, vocabulary: int, batches: Sequence[int] = BATCHES) -> S
 
 def table(rows: Sequence[tuple[str, dict[str, Any]]]) -> str:
     """A Markdown table: one line for each model."""
-    batches = [name.removeprefix("ms_at_") for name in rows[0][1] if name.startswith("ms_at_")]
-    head = [
-        "model",
-        "MB",
-        "perplexity",
-        *(f"ms at {b}" for b in batches),
-        *(f"tokens/s at {b}" for b in batches),
-    ]
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
+    figures = {"gate": "gate", "layers": "layers", **_figures(rows)}
+    lines = [["model", *figures.values()], ["---", "---", *["---:"] * (len(figures) - 1)]]
     for name, found in rows:
-        keys = [f"ms_at_{b}" for b in batches] + [f"tokens_per_s_at_{b}" for b in batches]
-        figures = [_shown(found.get(key)) for key in ("megabytes", "perplexity", *keys)]
-        lines.append([name, *figures])
+        lines.append([name, *(_shown(key, found.get(key)) for key in figures)])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def picture(rows: Sequence[tuple[str, dict[str, Any]]], title: str) -> str:
-    """The same as bars in SVG, as shares of the first model's: size, perplexity, tokens/s at each batch."""
-    rates = [name for name in rows[0][1] if name.startswith("tokens_per_s_at_")]
-    groups = {"megabytes": "size", "perplexity": "perplexity"} | {
-        name: f"tokens/s at {name.removeprefix('tokens_per_s_at_')}" for name in rates
-    }
-    colours = ("#999999", "#0072b2", "#e69f00", "#009e73", "#cc79a7")
-    bar, gap, height, top = 26, 30, 220, 60
+def _figures(rows: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, str]:
+    """What models are compared by, and what it is called."""
+    found = {"megabytes": "MB", "perplexity": "perplexity", "greedy_agreement": "greedy agreement"}
+    for start, label in (("ms_at_", "ms a step at"), ("tokens_per_s_at_", "tokens/s at")):
+        found |= {
+            name: f"{label} {name.removeprefix(start)}" for name in rows[0][1] if name.startswith(start)
+        }
+    return found
+
+
+def picture(rows: Sequence[tuple[str, dict[str, Any]]], title: str, notes: Sequence[str] = ()) -> str:
+    """The same as bars in SVG, each figure to its own scale, and what is to be said beside them below."""
     shares = []
-    for key, label in groups.items():
+    for key, label in _figures(rows).items():
         values = [found.get(key) for _, found in rows]
-        shares.append((label, [(value or 0) / (values[0] or 1) for value in values], values))
-    most = max(share for _, found, _ in shares for share in found) or 1
-    width = gap + len(shares) * (len(rows) * bar + gap)
+        most = max(value or 0.0 for value in values) or 1.0
+        shares.append((key, label, [(value or 0) / most for value in values], values))
+    names = [f"{name}, {found['gate']}" if found.get("gate") else name for name, found in rows]
+    wide = max(len(rows) * BAR, 100) + GAP
+    top = 40 + LINE * len(rows)
+    width = max([GAP + len(shares) * wide, 420, *(2 * GAP + 6 * len(note) for note in notes)])
+    height = top + TALL + 50 + LINE * len(notes)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{max(width, 420)}" height="{height + top + 60}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         'font-family="sans-serif" font-size="11">',
         '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="{gap}" y="20" font-size="14">{_escaped(title)}</text>',
+        f'<text x="{GAP}" y="20" font-size="14">{_escaped(title)}</text>',
     ]
-    for place, (name, _) in enumerate(rows):
-        x = gap + place * 130
-        parts.append(f'<rect x="{x}" y="30" width="10" height="10" fill="{colours[place % 5]}"/>')
-        parts.append(f'<text x="{x + 14}" y="39">{_escaped(name)}</text>')
-    for group, (label, found, values) in enumerate(shares):
-        left = gap + group * (len(rows) * bar + gap)
+    for place, name in enumerate(names):
+        line = 30 + LINE * place
+        parts.append(
+            f'<rect x="{GAP}" y="{line}" width="10" height="10" fill="{COLOURS[place % len(COLOURS)]}"/>'
+        )
+        parts.append(f'<text x="{GAP + 14}" y="{line + 9}">{_escaped(name)}</text>')
+    for group, (key, label, found, values) in enumerate(shares):
+        left = GAP + group * wide
         for place, (share, value) in enumerate(zip(found, values, strict=True)):
-            tall = height * share / most
-            y, x = top + height - tall, left + place * bar
+            tall, x = TALL * share, left + place * BAR
+            y = top + 20 + TALL - tall
             parts.append(
-                f'<rect x="{x}" y="{y:.1f}" width="{bar - 4}" height="{tall:.1f}" '
-                f'fill="{colours[place % 5]}"/>'
+                f'<rect x="{x}" y="{y:.1f}" width="{BAR - 4}" height="{tall:.1f}" '
+                f'fill="{COLOURS[place % len(COLOURS)]}"/>'
             )
-            parts.append(f'<text x="{x}" y="{y - 3:.1f}" font-size="9">{_shown(value)}</text>')
-        parts.append(f'<text x="{left}" y="{top + height + 18}">{label}</text>')
+            parts.append(f'<text x="{x}" y="{y - 3:.1f}" font-size="8">{_shown(key, value)}</text>')
+        parts.append(f'<text x="{left}" y="{top + TALL + 36}">{label}</text>')
+    for place, note in enumerate(notes):
+        parts.append(
+            f'<text x="{GAP}" y="{top + TALL + 58 + LINE * place}" fill="#555555">{_escaped(note)}</text>'
+        )
     return "\n".join([*parts, "</svg>\n"])
 
 
@@ -116,8 +123,12 @@ def _turn(model: Any, ids: Any) -> float:
     return time.perf_counter() - began
 
 
-def _shown(value: Any) -> str:
-    return "–" if value is None else f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+def _shown(key: str, value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return value if value is not None else "–"
+    if key == "greedy_agreement":
+        return f"{value:.1%}"
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def _escaped(text: str) -> str:

@@ -1,6 +1,7 @@
 """Quantization: smaller, about as good, and published only then."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +94,20 @@ def test_what_is_published_already_is_not_done_again(
     assert again.metrics.known["perplexity_after"] == first.metrics.known["perplexity_after"]
 
 
-def test_other_settings_are_done_anew(filled: Storage, tmp_path: Path) -> None:
+def test_a_model_of_other_settings_is_not_put_in_the_place_of_one_that_is_read(
+    filled: Storage, tmp_path: Path, model: Path
+) -> None:
     quantize_job(program(filled, tmp_path / "scratch", SECTION))
-    again = program(filled, tmp_path / "again", {**SECTION, "scheme": "int8_dynamic"})
-    quantize_job(again)
-    report = json.loads(filled.read("outputs/job/model/quantization.json"))
-    assert report["metrics"]["scheme"] == again.metrics.known["scheme"] == "int8_dynamic"
+    before = {key: filled.read(key) for key in filled.keys("outputs/")}
+    changed: dict[str, dict[str, Any]] = {"scheme": {"scheme": "int8_dynamic"}, "seq_len": {"seq_len": 32}}
+    for name, change in changed.items():
+        told = f"spec.yaml: {name}: the model in outputs/job/model was made with another one; use another"
+        with pytest.raises(SpecError, match=told):
+            quantize_job(program(filled, tmp_path / name, {**SECTION, **change}))
+    publish_directory(filled, "outputs/theirs/model", model)
+    with pytest.raises(SpecError, match="model: the model in outputs/theirs/model was made with another one"):
+        quantize_job(program(filled, tmp_path / "theirs", SECTION, "theirs"))
+    assert before.items() <= {key: filled.read(key) for key in filled.keys("outputs/")}.items()
 
 
 def test_a_quantized_model_is_not_quantized_again(filled: Storage, tmp_path: Path) -> None:
@@ -150,15 +159,29 @@ def test_auto_tries_what_the_device_has_and_picks_the_smallest_or_the_fastest_th
         quantize_job(job)
         report = json.loads(filled.read(f"outputs/{prefer}/model/quantization.json"))
         assert report["metrics"]["scheme"] == job.metrics.known["scheme"]
-        lines = filled.read(f"outputs/{prefer}/quantization.md").decode().splitlines()
-        assert [line.split(" | ")[0] for line in lines[4:]] == [
-            "| before",
-            "| int8_weight_only",
-            "| int8_dynamic",  # int8_weight_only passed: nothing to gain from calibrating
+        text = filled.read(f"outputs/{prefer}/quantization.md").decode()
+        head, _, *lines = [
+            line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")
         ]
-    speeds = {line.split(" | ")[0]: float(line.split(" | ")[7]) for line in lines[4:]}
-    assert f"| {job.metrics.known['scheme']}" == max(list(speeds)[1:], key=lambda name: speeds[name])
-    assert filled.read("outputs/speed/quantization.svg").startswith(b"<svg")
+        table = {line[0]: dict(zip(head, line, strict=True)) for line in lines}
+        assert list(table) == ["before", "int8_weight_only", "int8_dynamic"]
+        assert table["before"]["greedy agreement"] == "100.0%"
+        assert table["int8_dynamic"]["layers"] == "14/14" and table["before"]["layers"] == "0/14"
+        why = {"size": "the smallest", "speed": "the fastest at a batch of 16"}[prefer]
+        assert f"published: {job.metrics.known['scheme']}, {why}\n" in text
+        gates = {name: line["gate"] for name, line in table.items()}
+        assert gates.pop(job.metrics.known["scheme"]) == "published"
+        assert sorted(gates.values()) == ["", "passed"]
+        for note in (
+            "int8_awq: int8_weight_only passed the gate without calibration",
+            "int4_weight_only: it needs a GPU of compute capability 8.0 or more, and this is a processor",
+            "fp8: it needs a GPU of compute capability 8.9 or more, and this is a processor",
+        ):
+            assert f"\n- {note}" in text
+            assert any(said.startswith(note) for said in job.metrics.known["not_published"])
+            assert note in filled.read(f"outputs/{prefer}/quantization.svg").decode()
+    speeds = {name: float(line["tokens/s at 16"]) for name, line in table.items() if name != "before"}
+    assert job.metrics.known["scheme"] == max(speeds, key=lambda name: speeds[name])
     assert job.metrics.known["tokens_per_s_at_256_after"] > 0
 
 
@@ -173,7 +196,8 @@ def test_auto_passes_over_a_scheme_that_the_library_refuses_and_calibrates_in_it
     quantize_job(job)
     report = json.loads(filled.read("outputs/job/model/quantization.json"))
     assert report["metrics"]["scheme"] == "int8_dynamic"
-    assert report["failed"] == ["int8_weight_only: NotImplementedError: no kernel for these sizes"]
+    refused = "int8_weight_only: NotImplementedError: no kernel for these sizes"
+    assert refused in report["metrics"]["not_published"]
     assert "\n| int8_awq | " in filled.read("outputs/job/quantization.md").decode()
 
 
@@ -201,7 +225,7 @@ def test_calibration_keeps_the_precision_where_the_inputs_are_large_and_files_ke
     import torch
 
     from tasks.calibration import calibrate
-    from tasks.schemes import quantization_argument
+    from tasks.schemes import quantize_layers
     from training.data import Windows
     from training.models import load
     from training.output import write_model
@@ -216,8 +240,12 @@ def test_calibration_keeps_the_precision_where_the_inputs_are_large_and_files_ke
 
     exact = load(str(uneven))
     wanted = outputs(exact)
-    plain = outputs(load(str(uneven), quantization_config=quantization_argument("int8_weight_only")))
-    calibrate(exact, SCHEMES["int8_awq"].config(), windows, 8)
+    rounded = load(str(uneven))
+    config = SCHEMES["int8_weight_only"].config
+    assert config is not None
+    quantize_layers(rounded, config())
+    plain = outputs(rounded)
+    calibrate(exact, config(), windows, 8)
     calibrated = outputs(exact)
     assert (calibrated - wanted).abs().mean() < 0.5 * (plain - wanted).abs().mean()
     write_model(exact, tmp_path / "written", uneven)
@@ -262,6 +290,49 @@ def test_a_gate_on_agreement_fails_for_good_and_says_by_how_much(filled: Storage
     assert filled.keys("outputs/gated/") == []
 
 
+def test_a_scheme_that_changes_no_layer_is_not_published(
+    filled: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(model: Any, *_: Any) -> None:
+        """What torchao does where no layer's sizes suit it: nothing, in silence."""
+
+    monkeypatch.setattr(quantization, "calibrate", nothing)
+    with pytest.raises(FinalError, match="none of its 14 linear layers has sizes that int8_awq takes"):
+        quantize_job(program(filled, tmp_path / "scratch", {**SECTION, "scheme": "int8_awq"}))
+    assert filled.keys("outputs/") == []
+
+
+def test_a_library_that_is_not_there_is_named_before_the_model_is_loaded(
+    filled: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llmcompressor", None)
+    monkeypatch.setattr("training.models.load", None)
+    with pytest.raises(
+        SpecError, match=r"scheme: 'int4_gptq': it needs llmcompressor, .* 'slotwise\[gptq\]'"
+    ):
+        quantize_job(program(filled, tmp_path / "scratch", {**SECTION, "scheme": "int4_gptq"}))
+
+
+def test_gptq_makes_a_model_of_4_bits_that_transformers_loads(storage: Storage, tmp_path: Path) -> None:
+    pytest.importorskip("llmcompressor", reason="llmcompressor is not installed (extra gptq)")
+    from training.config import TrainingConfig
+    from training.trainer import train
+
+    config = TrainingConfig(model="llama-tiny", seq_len=64, steps=30, warmup=2, lr=2e-3, held_out_windows=1)
+    publish_directory(storage, "models/tiny", train(config, tmp_path / "tiny").directory)
+    section = {**SECTION, "model": "models/tiny", "scheme": "int4_gptq", "calibration_windows": 8}
+    job = program(storage, tmp_path / "scratch", section)
+    quantize_job(job)
+    metrics = job.metrics.known
+    assert metrics["bytes_after"] < 0.5 * metrics["bytes_before"]
+    assert metrics["layers_quantized"] == 24  # of 28: the inputs of down_proj come in no whole groups
+    storage.write("rows.jsonl", b'{"prompt": "What"}\n')
+    section = {"input": "rows.jsonl", "model": "outputs/job/model", "max_new_tokens": 3}
+    infer(program(storage, tmp_path / "i", section, "rows"))
+    row = json.loads(storage.read("outputs/rows/rows-00000.jsonl"))
+    assert row["error"] is None and row["completion_tokens"] == 3
+
+
 EVERYWHERE = ["int8_weight_only", "int8_dynamic", "int8_awq"]
 DEVICES = [
     (Device("cpu", "a processor", None), EVERYWHERE),
@@ -272,5 +343,8 @@ DEVICES = [
 
 
 @pytest.mark.parametrize(("device", "names"), DEVICES, ids=lambda value: getattr(value, "name", ""))
-def test_a_device_runs_the_schemes_that_it_has(device: Device, names: list[str]) -> None:
+def test_a_device_runs_the_schemes_that_it_has(
+    device: Device, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llmcompressor", None)
     assert [name for name, scheme in SCHEMES.items() if scheme.lacks(device) is None] == names
