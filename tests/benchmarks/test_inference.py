@@ -79,13 +79,13 @@ def test_rows_per_second_against_one_row_at_a_time(model: Path, prompts: list[st
             table.append((named, f"batches, {dtype}", rate, rate * seconds / ROWS, same, found))
     print(f"\n{ROWS} rows, {NEW} new tokens; load {os.getloadavg()[0]:.1f}")
     print(
-        f"{'rows':26}{'how':20}{'rows/s':>8}{'times':>7}{'same':>7}{'tok/s':>8}{'waste':>7}{'MFU':>7}{'MBU':>7}"
+        f"{'rows':26}{'how':20}{'rows/s':>8}{'times':>7}{'same':>7}{'tok/s':>10}{'waste':>8}{'MFU':>7}{'MBU':>7}"
     )
     for rows, how, rate, times, same, more in table:
         figures = [more.get(key) for key in FIGURES]
         shown = "".join(
             f"{value:>{width}.3g}" if value is not None else " " * width
-            for value, width in zip(figures, (8, 7, 7, 7), strict=True)
+            for value, width in zip(figures, (10, 8, 7, 7), strict=True)
         )
         print(f"{rows:26}{how:20}{rate:8.2f}{times:7.2f}{same:7.1%}{shown}")
 
