@@ -27,6 +27,7 @@ from rich.table import Table
 
 from allocator.picture import show
 from flows import server
+from flows.processes import exit_when_told
 from tasks import instants, ledger
 from tasks.cluster import Site, load_site
 from tasks.collect import ledger_directory, record_demand
@@ -70,6 +71,7 @@ class Check:
     holds: bool
 
 
+@exit_when_told()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demonstration. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m flows.demo", description=__doc__)

@@ -9,8 +9,10 @@ import contextlib
 import json
 import os
 import signal
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -100,6 +102,25 @@ def pause(processes: Iterable[Process]) -> None:
     """Let each do nothing more, until it is ended."""
     for process in processes:
         _signal(process, signal.SIGSTOP)
+
+
+def resume(processes: Iterable[Process]) -> None:
+    """Let each go on: one who paused them may have died before it ended them."""
+    for process in processes:
+        _signal(process, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def exit_when_told() -> Iterator[None]:
+    """SIGTERM raises SystemExit meanwhile, so that what was begun is put back; in the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def command(process: Process) -> list[str]:

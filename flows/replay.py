@@ -1,17 +1,23 @@
 """Replays: every policy on the same recorded load, side by side in processes, and the ledger of them all.
 
 Invariant: policies share nothing but their inputs, which are made once: the checked trace and the forecasts.
-The ledger and the figures appear whole at the end, or not at all.
+The ledger and the figures appear whole at the end, or not at all; no policy's process outlives the replay.
 """
 
+import ctypes
 import multiprocessing
+import os
+import signal
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from flows.processes import exit_when_told
 from tasks.cluster import Site
+from tasks.die_with_parent import PR_SET_PDEATHSIG
 from tasks.forecast_table import make_forecasts
 from tasks.instants import text
 from tasks.journal import Journal, assemble
@@ -70,6 +76,7 @@ class Replayed:
         }
 
 
+@exit_when_told()
 def run_replays(order: Order, ledger: Path) -> Replayed:
     """Replay the policies and leave the ledger. Raises TraceError for input that cannot be used."""
     for name in order.policies:
@@ -125,11 +132,23 @@ def _side_by_side(inputs: Inputs, folders: dict[str, Path], processes: int) -> d
         return {name: _replay_one(inputs, name, folder) for name, folder in folders.items()}
     # Not forked: the caller may have threads.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(processes, len(folders)), context) as pool:
+    with ProcessPoolExecutor(min(processes, len(folders)), context, _die_with, (os.getpid(),)) as pool:
         # Those that search go first: they take longest.
         searching_first = sorted(folders, key=lambda name: not POLICIES[name].searches)
         running = {name: pool.submit(_replay_one, inputs, name, folders[name]) for name in searching_first}
-        return {name: running[name].result() for name in folders}
+        try:
+            return {name: running[name].result() for name in folders}
+        except (SystemExit, KeyboardInterrupt):  # told to end: nobody waits for the rest
+            for child in multiprocessing.active_children():
+                child.kill()
+            raise
+
+
+def _die_with(parent: int) -> None:
+    """In a policy's process: the kernel kills it when the replay dies."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the kernel was told
+        sys.exit(1)
 
 
 def _replay_one(inputs: Inputs, policy: str, folder: Path) -> dict[str, Any]:

@@ -23,7 +23,20 @@ from pathlib import Path
 import flows
 from flows.deploy import with_periods
 from flows.prefect_api import ApiError, call
-from flows.processes import MARK, Process, alive, command, end, marked, pause, recorded, spawn, wait
+from flows.processes import (
+    MARK,
+    Process,
+    alive,
+    command,
+    end,
+    exit_when_told,
+    marked,
+    pause,
+    recorded,
+    resume,
+    spawn,
+    wait,
+)
 from tasks.cluster import Site
 from tasks.instants import now, parse
 from tasks.reconcile import GRACE_S
@@ -124,11 +137,13 @@ def up(
             raise ServerError(f"{_run(site) / INSTANCE} cannot be read; run `slotwise down` first")
         elif port not in (None, instance.port):
             raise ServerError(f"the server runs on port {instance.port} already; run `slotwise down` first")
+        resume(marked(instance.mark))  # a `down` that was killed leaves workers paused
         start = _Start(site, instance, processes, began, deadline)
         try:
-            deployed = start.server_and_deployments(deployments)
-            start.the_rest()
-            start.await_workers()
+            with exit_when_told():
+                deployed = start.server_and_deployments(deployments)
+                start.the_rest()
+                start.await_workers()
         except BaseException:
             if SERVER in start.started:
                 _stop(site)

@@ -22,6 +22,7 @@ from types import FrameType
 from flows.server import ServerError, api_url, client_environment
 from tasks.cluster import Site, load_site
 from tasks.die_with_parent import PR_SET_PDEATHSIG
+from tasks.endings import gone_in_time
 from tasks.nodes import lease_key, renew_lease
 from tasks.specfile import SpecError
 from tasks.storage import StorageError
@@ -108,7 +109,11 @@ def _attend(site: Site, node: str, child: subprocess.Popen[bytes], told: list[in
 
 
 def _telling(told: list[int]) -> Callable[[int, FrameType | None], None]:
-    return lambda number, frame: told.append(number)
+    def note(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+        gone_in_time()  # and the child with it, should storage not answer
+
+    return note
 
 
 def _die_with_parent() -> None:

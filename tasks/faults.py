@@ -2,7 +2,8 @@
 
 Invariant: nothing happens at a place unless a test's environment asks for it: SLOTWISE_FAULT names the place
 and counts only where PYTEST_VERSION is set too, as pytest does for itself and its children. Off, a place
-costs one call that compares with None. What is listed here is what the kill matrix goes through.
+costs one call that compares with None. What is listed here is what the kill matrix goes through. With
+SLOTWISE_FAULT_SIGNAL=SIGTERM the program is told to end there instead.
 """
 
 import os
@@ -41,16 +42,16 @@ POINTS = {
 
 
 def point(name: str) -> None:
-    """Die here by SIGKILL if a test asked for it."""
+    """Die here by SIGKILL, or get another signal, if a test asked for it."""
     if _armed is not None:
         _armed.reached(name)
 
 
 class _Fault:
-    """Where to die, the how manieth time it is reached, and where to note what was reached on the way."""
+    """Where to die of which signal, the how manieth time it is reached, and where to note the way there."""
 
-    def __init__(self, place: str, count: int, trace: str | None) -> None:
-        self.place, self.left, self.trace = place, count, trace
+    def __init__(self, place: str, count: int, number: signal.Signals, trace: str | None) -> None:
+        self.place, self.left, self.number, self.trace = place, count, number, trace
 
     def reached(self, name: str) -> None:
         if name not in POINTS:
@@ -61,7 +62,7 @@ class _Fault:
         if self.place in (name, "*"):
             self.left -= 1
             if self.left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), self.number)
 
 
 def armed(environment: "os._Environ[str] | dict[str, str]") -> _Fault | None:
@@ -70,7 +71,8 @@ def armed(environment: "os._Environ[str] | dict[str, str]") -> _Fault | None:
     if not wanted or "PYTEST_VERSION" not in environment:
         return None
     place, _, count = wanted.partition("#")
-    return _Fault(place, int(count or 1), environment.get("SLOTWISE_FAULT_TRACE"))
+    number = signal.Signals[environment.get("SLOTWISE_FAULT_SIGNAL", "SIGKILL")]
+    return _Fault(place, int(count or 1), number, environment.get("SLOTWISE_FAULT_TRACE"))
 
 
 _armed = armed(os.environ)

@@ -4,7 +4,8 @@ Invariant: the program's first instruction comes after all of these: the GPUs ar
 file lock that dies with the process), no service holds them, and the start is claimed in the facts by every
 rank of the gang. The program never outlives its runner, and a runner that cannot renew its lease ends the
 program before anyone may think it dead, even while storage does not answer at all: a thread of its own asks
-storage. Whatever happens, at most one outcome is written.
+storage. Whatever happens, at most one outcome is written; a runner that is told to end leaves it first, and
+is gone within 30 s even where storage does not take it.
 """
 
 import contextlib
@@ -27,6 +28,7 @@ from typing import Any, TextIO
 
 import yaml
 
+from tasks.endings import gone_in_time
 from tasks.facts import FactError, fact_key, parse_key, read_json, write_fact, write_json
 from tasks.inbox import cancel_requested
 from tasks.instants import now, parse, text
@@ -140,10 +142,10 @@ def run_rank(
             outcome = Outcome(stop.state, str(stop))
             if not _claim(order, void=str(stop)):
                 return replace(outcome, state=None)
-    if terminated() and outcome.state in ("crashed", "not_started") and cancelled_elsewhere():
-        outcome = replace(outcome, state="cancelled", error="cancelled by a person")
-    _leave(order, outcome)
-    lease.drop()
+        if terminated() and outcome.state in ("crashed", "not_started") and cancelled_elsewhere():
+            outcome = replace(outcome, state="cancelled", error="cancelled by a person")
+        _leave(order, outcome)
+        lease.drop()
     return outcome
 
 
@@ -550,12 +552,13 @@ def _end(child: "subprocess.Popen[bytes]", lease: "_Lease") -> None:
 
 @contextlib.contextmanager
 def _termination() -> Iterator[Callable[[], bool]]:
-    """Note SIGTERM and SIGINT instead of dying; yields whether one has come."""
+    """Note SIGTERM and SIGINT instead of dying at once; yields whether one has come."""
     asked = False
 
     def note(number: int, frame: FrameType | None) -> None:
         nonlocal asked
         asked = True
+        gone_in_time()
 
     before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

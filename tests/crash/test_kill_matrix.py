@@ -5,6 +5,7 @@ goes on: runs that began run, nodes answer, services follow their targets. What 
 checker, which knows only the facts and what the runs noted; then the work is finished.
 """
 
+import random
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +18,7 @@ from tasks.faults import POINTS
 from tests.crash.world import MINUTE, World
 
 HOUR = datetime(2026, 12, 1, 6, tzinfo=UTC)
+STEPS = 80  # that an hour has at least
 BAD = b"kind: training\ngpus: many\n"
 pytestmark = pytest.mark.xdist_group("kill-matrix")  # they share a world
 
@@ -67,14 +69,28 @@ def test_a_planner_killed_at_each_of_its_steps_in_turn(busy: World, tmp_path: Pa
     whole = busy.copied(tmp_path / "whole")
     assert whole.hour(fault="nowhere", environment={"SLOTWISE_FAULT_TRACE": str(trace)}) == 0
     steps = len(trace.read_text().split())
-    assert steps > 80
+    assert steps > STEPS
     for step in range(1 + tenth, steps + 1, 10):
         killed_and_gone_on(busy.copied(tmp_path / f"world{step}"), f"*#{step}")
 
 
-def killed_and_gone_on(world: World, fault: str) -> None:
-    """Let the hour die there, time pass, the hour run again and the work be finished; judge each time."""
-    assert world.hour(fault=fault) == -9
+@pytest.mark.parametrize(
+    "seed", [seed if seed < 2 else pytest.param(seed, marks=pytest.mark.long) for seed in range(20)]
+)
+def test_a_planner_told_to_end_at_any_step_leaves_the_rest_to_the_next(
+    busy: World, tmp_path: Path, seed: int
+) -> None:
+    step = random.Random(seed).randint(1, STEPS)
+    killed_and_gone_on(busy.copied(tmp_path / "world"), f"*#{step}", told=True)
+
+
+def killed_and_gone_on(world: World, fault: str, told: bool = False) -> None:
+    """Let the hour die there, time pass, the hour run again and the work be finished; judge each time.
+
+    `told`: it is told to end, which it does its own way, instead.
+    """
+    how = {"environment": {"SLOTWISE_FAULT_SIGNAL": "SIGTERM"}} if told else {}
+    assert world.hour(fault=fault, **how) == (143 if told else -9)
     world.check(settled=False)
     world.pass_minutes(3)
     world.check(settled=False)

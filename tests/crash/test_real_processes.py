@@ -258,25 +258,6 @@ def test_a_power_cut_and_a_cold_start_finish_the_work(place: Place) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("after_s", [0.5, 2.0, 4.0, 8.0])
-def test_an_hour_that_is_told_to_end_ends_and_the_next_one_takes_over(place: Place, after_s: float) -> None:
-    place.submit("a", 3)
-    place.up()
-    hour = instants.text(instants.floor(instants.now(), 1440))
-    code = f"from flows.hourly import hourly; hourly({str(place.site.file)!r}, {hour!r})"
-    assert place.running is not None
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], env=client_environment(place.running.api_url), stderr=subprocess.DEVNULL
-    )
-    time.sleep(after_s)
-    process.terminate()
-    process.wait(30)
-    start(place.running, "hourly/hourly", instant=hour)
-    place.judge()
-    assert place.attempts("a") == 1
-
-
-@pytest.mark.long
 def test_down_ends_a_job_that_ignores_it_within_half_a_minute_and_leaves_no_trace(
     place: Place, tmp_path: Path
 ) -> None:

@@ -6,11 +6,14 @@ same functions, at the speed of the virtual clock. What happens is noted for the
 """
 
 import copy
+import itertools
 import json
 import multiprocessing
 import os
 import random
 import shutil
+import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -174,14 +177,15 @@ class World:
         self.asked.demand[service, text(ts)] = gpus
 
     def hour(self, trigger: Trigger = "hourly", **how: Any) -> int:
-        """Run the planner now, in a process; its exit code: 0, -9 when it died, 3 for a stale hour."""
+        """Run the planner now, in a process; its exit code: 0, -9 when it died, 143 when it was told to end,
+        3 for a stale hour."""
         return self.hours([how], trigger)[0]
 
     def hours(self, each: list[dict[str, Any]], trigger: Trigger = "hourly") -> list[int]:
         """Run planners at the same moment.
 
-        Each may have a `fault` at which it dies, a `scheduled` instant, an `environment`, and what
-        `make_hostile` takes.
+        Each may have a `fault` at which it dies, a `scheduled` instant, an `environment`, a `jump` of the
+        clock (from the how manieth step on, by how much), and what `make_hostile` takes.
         """
         present = self.now + self.control_is_ahead
         places = (str(self.site.file), str(self.flow_runs))
@@ -411,15 +415,23 @@ def _plan(
 
     environment = how.get("environment", {})
     os.environ.update(environment)
+    # As in a flow: what was begun is left by way of an exception.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     faults.arm({"SLOTWISE_FAULT": how.get("fault", ""), "PYTEST_VERSION": "any", **environment})
     site = load_site(file)
     os.fsync = lambda fd: None  # see conftest
     make_hostile(how)
     scheduled = how.get("scheduled")
+    from_step, jump = how.get("jump", (0, timedelta(0)))
+    steps = itertools.count(1)
+
+    def clock() -> datetime:
+        return now + jump if next(steps) >= from_step else now
+
     with planning(site, wait=trigger == "hourly") as alone:
         if alone:
             try:
-                plan_hour(site, now, FlowRuns(Path(flow_runs)), trigger, scheduled, steady)
+                plan_hour(site, now, FlowRuns(Path(flow_runs)), trigger, scheduled, steady, clock)
             except StaleHourError as stale:
                 collect_missed(site, scheduled or now, str(stale), now)
                 record(site, now)

@@ -3,8 +3,10 @@
 import csv
 import json
 import os
+import signal
 import subprocess
 import sys
+import uuid
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -13,9 +15,11 @@ import yaml
 
 from flows.cases import CASES, prepare
 from flows.cli import main
+from flows.processes import MARK, marked
 from flows.replay import FIGURES
 from flows.server import ROOT
 from tasks.cluster import load_site
+from tests.conftest import wait_for
 
 SERVICE = {
     "name": "chat",
@@ -164,3 +168,28 @@ def test_the_flow_replays_a_set_and_goes_on_after_one_that_fails(folder: Path) -
     assert "nowhere/cluster.yaml: cannot be read" in done.stderr
     assert set(json.loads((folder / "replay.json").read_text())) == {"fifo"}
     assert (folder / "replay.svg").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_replay_told_to_end_or_killed_leaves_no_process_behind(
+    folder: Path, number: signal.Signals
+) -> None:
+    jobs = [f"job{at},{at * 60},{1 + at % 3},1200,{1 + at % 5}" for at in range(3000)]
+    (folder / "jobs.csv").write_text("\n".join(["job_id,submit_s,gpus,duration_s,priority", *jobs]) + "\n")
+    demand = [f"2026-12-0{1 + at // 24}T{at % 24:02d}:00Z,1" for at in range(60)]
+    (folder / "demand.csv").write_text("\n".join(["ts,chat", *demand]) + "\n")
+    mark = uuid.uuid4().hex
+    replays = subprocess.Popen(
+        [sys.executable, "-m", "flows.cli", *command(folder, policies="slotwise,greedy,backfill")],
+        env={**os.environ, MARK: mark, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.DEVNULL,
+    )
+    wait_for(lambda: any(folder.glob(".replay-*/policy-*")), "the policies at work", 120)
+    assert len(marked(mark)) > 2
+    replays.send_signal(number)
+    assert replays.wait(30) in (143, -signal.SIGKILL)
+    wait_for(lambda: marked(mark) == [], "all to be gone", 30)
+    assert not (folder / "out.json").exists()
+    if number == signal.SIGTERM:
+        assert not any(folder.glob(".*"))

@@ -21,7 +21,7 @@ from tasks.nodes import renew_lease
 from tasks.reconcile import outcome_key, started_key
 from tasks.record import record
 from tasks.replan import reasons_to_replan
-from tasks.storage import exists
+from tasks.storage import Storage, exists
 from tasks.upkeep import upkeep
 
 # A real-time service whose samples are GPUs.
@@ -66,31 +66,34 @@ def plan_hour(
     trigger: Trigger = "hourly",
     scheduled: datetime | None = None,
     steady: float | None = None,
+    clock: Callable[[], datetime] | None = None,
 ) -> Done:
     """Collect, forecast, allocate, commit, dispatch and record, as the flows do.
 
-    `scheduled` is what the run was scheduled for, if not for now; `steady` the clock that nobody sets.
+    `scheduled` is what the run was scheduled for, if not for now; `steady` the clock that nobody sets; each
+    step looks at `clock`, where it is not still `now`.
     """
+    present = clock or (lambda: now)
     if trigger == "hourly":
         hour = scheduled_hour(site, scheduled or now, now)
     else:
         hour = present_hour(site, now, trigger)
-    collected = collect(site, now, steady)
+    collected = collect(site, present(), steady)
     problems = list(collected.problems)
     wanted = trigger == "hourly" or bool(reasons_to_replan(site))
     planned = wanted and not exists(site.storage, hour.commit_key)
     if planned:
         made, troubles = expect(site, hour)
-        record_forecasts(site, hour, made, now)
+        record_forecasts(site, hour, made, present())
         lost = [name for name, node in collected.nodes.items() if node.state != "ready"]
         plan = allocate(site, hour, made, lost)
         problems += troubles + plan.problems
-        commit(site, plan, now)
-        ledger.take_in(ledger_directory(site), site.storage, now.date())
-    problems += dispatch(site, runs, now).problems
-    record_degraded(site, hour, problems, now)
-    record(site, now)
-    upkeep(site, now)
+        commit(site, plan, present())
+        ledger.take_in(ledger_directory(site), site.storage, hour.instant.date())
+    problems += dispatch(site, runs, present()).problems
+    record_degraded(site, hour, problems, present())
+    record(site, present())
+    upkeep(site, present())
     return Done(hour, collected, planned, problems)
 
 
@@ -114,9 +117,16 @@ def begin(site: Site, rank: dict[str, Any], now: datetime) -> None:
 
 def end(site: Site, rank: dict[str, Any], now: datetime, state: str = "completed", **fields: Any) -> None:
     """Let the rank's runner have left its outcome."""
+    leave_end(site.storage, rank, now, state, **fields)
+
+
+def leave_end(
+    storage: Storage, rank: dict[str, Any], now: datetime, state: str = "completed", **fields: Any
+) -> None:
+    """The same in a storage that is open."""
     body = {name: rank[name] for name in ("job", "attempt", "rank", "node")}
     body |= {"state": state, "started_at": text(now), "ended_at": text(now), "gpu_seconds": 1.0, "cost": 0.0}
-    assert write_fact(site.storage, outcome_key(rank), now, {**body, "metrics": {}, **fields})
+    assert write_fact(storage, outcome_key(rank), now, {**body, "metrics": {}, **fields})
 
 
 def ask(site: Site, query: str) -> list[dict[str, Any]]:
