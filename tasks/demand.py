@@ -20,13 +20,14 @@ import pyarrow.parquet as pq
 from tasks import instants, web
 from tasks.cluster import DemandSource, Service, Site
 from tasks.sizing import servers_needed
-from tasks.storage import S3_URL, StorageError, open_storage
+from tasks.storage import S3_URL, StorageError, open_storage, read_file
 
 Rows = Iterator[tuple[str, Any, Any]]  # place in the source, ts, y, both as found
 
 log = logging.getLogger(__name__)
 
 MOST_LOAD = 1e12  # beyond it a number is a mistake, not a load
+MOST_BYTES = 128 << 20  # of a demand file, which is read whole: a sample a minute for four years has half
 MOST_POINTS = 10_000  # of one range query; servers refuse more than 11,000
 SHOWN_ROWS = 3  # of those left out
 
@@ -158,17 +159,22 @@ def _content(name: str, site: Site) -> tuple[bytes, bool]:
     """The file's bytes, and whether they may end in the middle of a line that is being written."""
     if (match := S3_URL.fullmatch(name)) and match["prefix"]:
         try:
-            return open_storage(f"s3://{match['bucket']}").read(match["prefix"]), False
+            return open_storage(f"s3://{match['bucket']}").read(match["prefix"], MOST_BYTES), False
         except StorageError as error:
             raise DemandError(f"{name}: {error}") from None
     if name.startswith("s3://"):
         raise DemandError(f"{name}: expected s3://bucket/key")
     path = site.file.parent / name
     try:
-        return path.read_bytes(), True
+        content = read_file(path, MOST_BYTES)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DemandError(f"{path}: cannot be read: {reason}") from None
+    if content is None:
+        raise DemandError(f"{path}: a pipe or a device; expected a file")
+    if len(content) > MOST_BYTES:
+        raise DemandError(f"{path}: has more than {MOST_BYTES >> 20} MB; expected the load of a year or so")
+    return content, True
 
 
 def _csv_rows(name: str, content: bytes, may_grow: bool) -> Rows:

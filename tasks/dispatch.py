@@ -19,7 +19,7 @@ from tasks.facts import FactError, fact_key, write_fact
 from tasks.hour import Degradation
 from tasks.reconcile import void_start, write_outcome
 from tasks.serving import ServingError, publish_target, service_names, slow_to_leave
-from tasks.storage import StorageError
+from tasks.storage import UNUSABLE, NotFoundError, StorageError
 
 Rank = dict[str, Any]
 
@@ -85,15 +85,18 @@ def dispatch(site: Site, ensure_run: Callable[[Rank], FlowRun], now: datetime) -
             problems.append(Degradation("dispatch", name, f"no flow run: {error}; tried again later"))
             continue
         faults.point("dispatch.created")
-        if rank["flow_run"] is None:
-            key = fact_key("dispatch", rank["instant"], rank["job"], rank["attempt"], rank["rank"])
-            parts = {part: rank[part] for part in ("job", "attempt", "rank", "node")}
-            write_fact(site.storage, key, now, {**parts, "flow_run": run.id})
-            created.append(name)
-            faults.point("dispatch.recorded")
-        if run.over and void_start(site.storage, rank, "its flow run died before it began", now):
-            write_outcome(site.storage, {**rank, "price": 0.0}, "not_started", "its flow run died", now)
-            dead.append(name)
+        try:
+            if rank["flow_run"] is None:
+                key = fact_key("dispatch", rank["instant"], rank["job"], rank["attempt"], rank["rank"])
+                parts = {part: rank[part] for part in ("job", "attempt", "rank", "node")}
+                write_fact(site.storage, key, now, {**parts, "flow_run": run.id})
+                created.append(name)
+                faults.point("dispatch.recorded")
+            if run.over and void_start(site.storage, rank, "its flow run died before it began", now):
+                write_outcome(site.storage, {**rank, "price": 0.0}, "not_started", "its flow run died", now)
+                dead.append(name)
+        except (NotFoundError, FactError, *UNUSABLE) as error:  # something else lies where its facts belong
+            problems.append(Degradation("dispatch", name, str(error)))
     return Dispatched(tuple(created), tuple(dead), targets, problems)
 
 

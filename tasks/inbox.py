@@ -21,7 +21,7 @@ from tasks.instants import text
 from tasks.jobs import Job, occurrences, read_job
 from tasks.predicted import Predictions, predictions_of
 from tasks.specfile import SpecError
-from tasks.storage import NotFoundError, Storage, StorageError, written_together
+from tasks.storage import UNUSABLE, NotFoundError, Storage, StorageError, written_together
 from tasks.work import Amount, amount_of
 
 MOST_KEPT = 16 << 20  # bytes of a bad spec that are kept beside their rejection
@@ -168,24 +168,37 @@ def take_recurring(site: Site, templates: Iterable[dict[str, Any]], now: datetim
 def take_cancels(site: Site, states: dict[str, str], requested: set[str], now: datetime) -> tuple[str, ...]:
     """Turn cancel requests into facts. `states` maps known jobs (templates too) to their state.
 
-    The request stays where the job's runner sees it, until the job has ended.
+    The request stays where the job's runner sees it, until the job has ended. Raises StorageError, once the
+    others are done, for requests that cannot be handled.
     """
     storage = site.storage
-    taken = []
+    taken: list[str] = []
+    broken = []
     for key in storage.keys("cancel/"):
         job = key.removeprefix("cancel/").removesuffix(".json")
-        if job not in states:
-            with contextlib.suppress(NotFoundError):  # taken back meanwhile
-                content = storage.read(key)
-                _reject(storage, f"cancel-{job}.json", content, f"cancel: there is no job {job}", now)
-            storage.delete(key)
-            continue
-        if job not in requested:
-            write_fact(storage, fact_key("cancel", now, job), now, {"job": job})
-            taken.append(job)
-        if states[job] in (*FINAL_STATES, "recurring"):
-            storage.delete(key)
+        try:
+            _take_cancel(storage, key, job, states.get(job), job in requested, taken, now)
+        except UNUSABLE as error:  # a link, a gigabyte: the others go on
+            broken.append(str(error))
+    if broken:
+        raise StorageError("; ".join(broken))
     return tuple(taken)
+
+
+def _take_cancel(
+    storage: Storage, key: str, job: str, state: str | None, requested: bool, taken: list[str], now: datetime
+) -> None:
+    if state is None:
+        with contextlib.suppress(NotFoundError):  # taken back meanwhile
+            content = storage.read(key, MOST_KEPT)
+            _reject(storage, f"cancel-{job}.json", content, f"cancel: there is no job {job}", now)
+        storage.delete(key)
+        return
+    if not requested:
+        write_fact(storage, fact_key("cancel", now, job), now, {"job": job})
+        taken.append(job)
+    if state in (*FINAL_STATES, "recurring"):
+        storage.delete(key)
 
 
 def request_cancel(storage: Storage, job: str, by: str, now: datetime) -> bool:

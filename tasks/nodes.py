@@ -16,7 +16,9 @@ from typing import Literal
 
 from tasks import instants
 from tasks.sightings import Sightings
-from tasks.storage import NotFoundError, Storage
+from tasks.storage import UNUSABLE, NotFoundError, Storage
+
+MOST_BYTES = 1 << 16  # of a lease
 
 
 @dataclass(frozen=True)
@@ -60,14 +62,14 @@ def _state(
     storage: Storage, name: str, now: datetime, lost_after: timedelta, sightings: Sightings | None
 ) -> NodeState:
     try:
-        lease = json.loads(storage.read(lease_key(name)))
+        lease = json.loads(storage.read(lease_key(name), MOST_BYTES))
         if lease["node"] != name:
             return NodeState("lost", f"its lease speaks of {lease['node']!r:.80}", None)
         seen = instants.parse(lease["at"])
         age = now - seen
     except NotFoundError:
         return NodeState("lost", "never seen: no worker has renewed its lease", None)
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError, *UNUSABLE):
         return NodeState("lost", "its lease cannot be read", None)
     if sightings is not None:
         dated, key = age, lease_key(name)

@@ -16,7 +16,7 @@ from tasks.instants import parse, text
 from tasks.nodes import NodeState
 from tasks.projections import project
 from tasks.sightings import Sightings
-from tasks.storage import NotFoundError, Storage
+from tasks.storage import UNUSABLE, NotFoundError, Storage
 
 GRACE_S = 15.0  # that a program gets from SIGTERM to SIGKILL
 AGAIN = "-again"  # of the key of an outcome beside one that cannot be read
@@ -90,14 +90,14 @@ def leave_outcome(storage: Storage, key: str, at: datetime, body: dict[str, Any]
     What lies there and is none, by the ledger's word (`bad`) or ours, would hold the GPUs for ever: then the
     outcome lies beside it, under a key that is created only once as well.
     """
-    if write_fact(storage, key, at, body):
-        return True
-    if not bad:
-        try:
+    try:
+        if write_fact(storage, key, at, body):
+            return True
+        if not bad:
             project("outcome", key, read_json(storage, key))
             return False
-        except (FactError, *UNREADABLE):
-            pass
+    except (NotFoundError, FactError, *UNUSABLE, *UNREADABLE):  # a folder has the name, or a link, or rubbish
+        pass
     return write_fact(storage, f"{key.removesuffix('.json')}{AGAIN}.json", at, body)
 
 
@@ -120,7 +120,7 @@ def lease_age(storage: Storage, job: str, attempt: int, rank: int, now: datetime
     """Age of a rank's lease; None when there is none."""
     try:
         return now - parse(read_json(storage, lease_key(job, attempt, rank))["at"])
-    except (NotFoundError, FactError, KeyError, ValueError, TypeError):
+    except (NotFoundError, FactError, KeyError, ValueError, TypeError, *UNUSABLE):
         return None
 
 
@@ -167,7 +167,11 @@ def _waiting(
         return None
     try:
         return (state, reason) if void_start(storage, rank, reason, now) else None
-    except FactError:  # a claim that nobody can read: no one can begin any more, but someone may have begun
+    except (
+        NotFoundError,
+        FactError,
+        *UNUSABLE,
+    ):  # a claim that nobody can read: no one can begin any more, but someone may have begun
         if overdue <= timedelta(0) or _age(storage, rank, nodes, now, sightings) < site.lost_after:
             return None
         return "crashed", f"{reason}; its claim cannot be read, and no runner answers"

@@ -12,10 +12,11 @@ from datetime import datetime
 from typing import Any
 
 from tasks import instants, web
-from tasks.storage import NotFoundError, Storage
+from tasks.storage import UNUSABLE, NotFoundError, Storage
 
 Held = dict[str, frozenset[int]]  # GPUs by node, no node without any
 WEBHOOK_LIMIT_S = 10.0
+MOST_BYTES = 4 << 20  # of a target or an observation, which name GPUs
 SLOW_MINUTES = 10.0  # after which people are told that a service does not leave
 KNOWN_NAMES = ("target.json", "observed.json")
 UNREADABLE = (
@@ -24,6 +25,7 @@ UNREADABLE = (
     KeyError,
     AttributeError,
     RecursionError,
+    *UNUSABLE,
 )  # of an object that is not ours
 
 
@@ -99,7 +101,7 @@ def target(storage: Storage, service_name: str) -> Target:
 def observed(storage: Storage, service_name: str) -> Observed:
     """What the service last said; NOTHING_OBSERVED when it said nothing, or nothing that can be read."""
     try:
-        data = json.loads(storage.read(observed_key(service_name)))
+        data = json.loads(storage.read(observed_key(service_name), MOST_BYTES))
         return _observed(data)
     except (NotFoundError, *UNREADABLE):
         return NOTHING_OBSERVED
@@ -147,7 +149,7 @@ def slow_to_leave(storage: Storage, name: str, now: datetime) -> str | None:
         return None
     late = before.leaving if _pending(before, seen) else _common(before.leaving, seen.gpus)
     try:
-        told = instants.parse(json.loads(storage.read(target_key(name)))["at"])
+        told = instants.parse(json.loads(storage.read(target_key(name), MOST_BYTES))["at"])
     except (NotFoundError, *UNREADABLE):
         return None
     minutes = (now - told).total_seconds() / 60
@@ -213,7 +215,7 @@ def _tell(storage: Storage, name: str, webhook: str, last: Target, seen: Observe
 def _read_target(storage: Storage, name: str) -> Target | None:
     """The target; NO_TARGET when there is none, None when it cannot be read."""
     try:
-        data = json.loads(storage.read(target_key(name)))
+        data = json.loads(storage.read(target_key(name), MOST_BYTES))
         version = _version(data)
         return Target(version, _gpus(data["gpus"]), _gpus(data["leaving"]), data.get("unsure", False) is True)
     except NotFoundError:

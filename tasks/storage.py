@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -43,6 +44,9 @@ class TooLargeError(StorageError):
 
 class RefusedKeyError(StorageError):
     """A key that could lead out of the storage's root, or cannot be one everywhere."""
+
+
+UNUSABLE = (RefusedKeyError, TooLargeError)  # of an object that is there and is nothing that we would write
 
 
 class Storage(Protocol):
@@ -190,12 +194,10 @@ class DirectoryStorage:
 
     def read(self, key: str, most: int | None = None) -> bytes:
         with self._errors(key, reads=True):
-            path = self._path(key)
-            if most is None:
-                return path.read_bytes()
-            with path.open("rb") as found:
-                data = found.read(most + 1)
-            if len(data) > most:
+            data = read_file(self._path(key), most)
+            if data is None:
+                raise RefusedKeyError(f"{self.root}: {key!r}: a pipe or a device; expected a file")
+            if most is not None and len(data) > most:
                 raise too_large(self.root, key, most)
             return data
 
@@ -309,6 +311,18 @@ class DirectoryStorage:
             if reads and isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
                 raise NotFoundError(f"{self.root}: no object {key!r}") from None
             raise StorageError(f"{self.root}: {key!r}: {error.strerror or error}") from error
+
+
+def read_file(path: Path, most: int | None = None) -> bytes | None:
+    """A file's bytes, one more than `most` where it has more; None for what is no file: a pipe would wait."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as found:  # noqa: PTH123 - of a descriptor
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not stat.S_ISREG(mode):
+            return None
+        return found.read() if most is None else found.read(most + 1)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,17 @@ from tasks.cluster import Cluster, DemandSource, Site
 from tasks.collect import ledger_directory
 from tasks.demand import DemandError, read_source
 from tasks.facts import KINDS, fact_key, read_json, write_fact
+from tasks.inbox import request_cancel
 from tasks.instants import text
 from tasks.jobs import Job, read_job
 from tasks.nodes import lease_key, node_states
 from tasks.projections import project
+from tasks.reconcile import lease_key as rank_lease_key
 from tasks.reconcile import outcome_key, started_key
 from tasks.specfile import SpecError, read_spec
 from tasks.storage import DirectoryStorage, RefusedKeyError, open_storage
 from tests.conftest import make_site
-from tests.tasks.planned_hours import Runs, answer, ask, begin, end, plan_hour, states, submit
+from tests.tasks.planned_hours import CHAT, Runs, answer, ask, begin, end, plan_hour, states, submit
 
 HOUR = datetime(2026, 12, 1, 6, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
@@ -332,6 +335,68 @@ def test_a_bad_outcome_holds_no_gpu_once_its_run_is_silent(tmp_path: Path, conte
         ("a", "crashed")
     ]
     assert ask(site, "SELECT job, attempts FROM jobs") == [{"job": "a", "attempts": 2}]
+    assert ledger.verify(ledger_directory(site), site.storage) == []
+
+
+def folder(path: Path) -> None:
+    (path / "more").mkdir(parents=True)
+
+
+def huge(path: Path) -> None:
+    with path.open("wb") as out:
+        out.truncate(8 << 30)  # sparse
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+@pytest.mark.parametrize(
+    "lies_there",
+    [os.mkfifo, *(pytest.param(each, marks=pytest.mark.long) for each in (loop, folder, huge))],
+)
+def test_what_lies_where_an_object_belongs_stops_nothing_else(
+    tmp_path: Path, lies_there: Callable[[Path], None]
+) -> None:
+    site, runs = make_site(tmp_path, full_mode_seconds=0, services=[CHAT]), Runs()
+    (tmp_path / "demand.csv").write_text(f"ts,y\n{text(HOUR - 20 * MINUTE)},1\n")
+    answer(site, HOUR)
+    for job in ("outcome", "claim", "lease", "dispatch", "silent", "cancelled"):
+        submit(site, job)
+
+    def plant(key: str) -> None:
+        path = tmp_path / "storage" / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            path.unlink()
+        lies_there(path)
+
+    plant(fact_key("dispatch", HOUR, "dispatch", 1, 0))
+    plan_hour(site, HOUR, runs)
+    ranks = {rank["job"]: rank for rank in runs.made.values()}
+    assert ranks.keys() == {"outcome", "claim", "lease", "dispatch", "silent", "cancelled"}
+    for job in ranks.keys() - {"claim", "cancelled"}:
+        begin(site, ranks[job], HOUR)
+    plant(outcome_key(ranks["outcome"]))
+    plant(started_key(ranks["claim"]))
+    plant(rank_lease_key("lease", 1, 0))
+    plant("cancel/anybody.json")
+    request_cancel(site.storage, "cancelled", "a test", HOUR)
+    plant(serving.target_key("chat"))
+    plant(serving.observed_key("chat"))
+    lies_there(tmp_path / "aside.csv")
+    (tmp_path / "demand.csv").unlink()
+    (tmp_path / "aside.csv").rename(tmp_path / "demand.csv")
+    later = HOUR + 10 * MINUTE
+    answer(site, later, "node0")
+    plant(lease_key("node1"))
+    done = plan_hour(site, later, runs, "replan")
+    found = {row["job"]: row["state"] for row in ask(site, "SELECT job, state FROM runs")}
+    assert found.keys() == {"outcome", "claim", "lease", "dispatch", "silent", "cancelled"}
+    assert set(found.values()) <= {"crashed", "lost", "not_started", "cancelled"}
+    assert states(site)["cancelled"] == "cancelled"
+    assert done.collected.nodes["node0"].state == "ready"
+    assert done.collected.nodes["node1"].state == "lost"
     assert ledger.verify(ledger_directory(site), site.storage) == []
 
 
