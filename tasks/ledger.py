@@ -4,7 +4,10 @@ Invariant: the file is written by one process at a time, under a file lock held 
 (DuckDB's own lock comes too late in some versions), and every row comes from a fact; a fact that cannot be
 read, or that its tables refuse, is set aside and stops no other. Tables only grow, so
 taking facts in is a set difference, in any order, as often as one likes; `rebuild` from the facts gives the
-same rows. The cost is one more copy of the file at the end of each flow run.
+same rows. Views judge a deadline by the clock of the machine that asks (`now()`), on the control machine the
+loop's own: what waits or has expired is right for whoever looks, whenever the copy was made, and as nothing
+judged so is stored, a clock that is set right brings a job back. The cost is one more copy of the file at the
+end of each flow run.
 """
 
 import contextlib
@@ -92,7 +95,7 @@ def take_in(
     """
     swept = directory / "swept"
     with open_ledger(directory) as connection:
-        whole = today is None or not swept.exists() or swept.read_text() != today.isoformat()
+        whole = today is None or not swept.exists() or swept.read_bytes() != today.isoformat().encode()
         packed = _take_in_packs(connection, storage) if whole else TakenIn(0, ())
         keys = fact_keys(storage) if whole or not today else _open_keys(connection, storage, today, also)
         taken = _insert_new(connection, storage, keys)

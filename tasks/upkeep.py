@@ -44,7 +44,7 @@ def upkeep(site: Site, now: datetime) -> Kept | None:
     """Do what there is to do today; None when it was done already. Raises StorageError and LedgerError."""
     directory = ledger_directory(site)
     noted = directory / "upkept"
-    if noted.exists() and noted.read_text() == now.date().isoformat():
+    if noted.exists() and noted.read_bytes() == now.date().isoformat().encode():
         return None
     details_from = now - timedelta(days=site.cluster.keep_details_days)
     with ledger.open_ledger(directory) as connection:

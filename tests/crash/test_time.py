@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tasks import ledger
+from tasks.collect import ledger_directory
 from tasks.instants import text
 from tests.crash.world import MINUTE, World
 from tests.invariants import Facts
@@ -101,6 +103,44 @@ def test_a_control_clock_that_steps_ends_no_run_and_stops_no_work(tmp_path: Path
     world.control_is_ahead = timedelta(0)
     world.finish()
     assert {body["state"] for body in Facts(world.storage).of("outcome")} == {"completed"}
+
+
+STEPS = ("collect", "forecast", "commit", "dispatch", "degraded", "record", "upkeep")
+JUMPS = {"10 min back": -10 * MINUTE, "a day back": -1440 * MINUTE, "40 min on": 40 * MINUTE}
+JUMPS |= {"a day on": 1440 * MINUTE}
+
+
+@pytest.mark.parametrize(
+    ("step", "jump"),
+    [
+        pytest.param(step, jump, marks=() if (step, jump) == ("dispatch", "a day on") else pytest.mark.long)
+        for step in STEPS
+        for jump in JUMPS
+    ],
+)
+def test_a_clock_that_jumps_between_two_steps_of_an_hour_loses_and_shares_nothing(
+    tmp_path: Path, step: str, jump: str
+) -> None:
+    world = World(tmp_path, HOUR - 2 * MINUTE)
+    world.submit("runs-on", minutes=90, gpus=4)
+    world.submit("ends", minutes=20, gpus=4)
+    world.pass_minutes(2)
+    assert world.hour() == 0
+    world.pass_minutes(56)
+    for minutes in range(0, 60, 10):
+        world.demand("chat", 2.0 + minutes / 30, HOUR + minutes * MINUTE)
+    for job in range(4):
+        world.submit(f"job{job}", minutes=30, gpus=2)
+    world.to_next_hour()
+    assert world.hour(jump=(STEPS.index(step) + 1, JUMPS[jump])) == 0
+    world.check(settled=False)
+    world.pass_minutes(6)
+    world.check(settled=False)
+    assert world.hour("replan") == 0
+    world.check()
+    world.finish()
+    assert {body["state"] for body in Facts(world.storage).of("outcome")} == {"completed"}
+    assert ledger.verify(ledger_directory(world.site), world.storage) == []
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ The fixtures were made by the versions themselves: a little of everything, and t
 import gzip
 import hashlib
 import json
+import shutil
 from datetime import timedelta
 from pathlib import Path
 
@@ -76,6 +77,25 @@ def test_a_migration_that_was_released_is_not_edited() -> None:
         for file in ledger.MIGRATIONS.glob("[0-9]*.sql")
     }
     assert {name: digests.get(name) for name in RELEASED} == RELEASED
+
+
+@pytest.mark.parametrize(
+    "made",
+    [made if made == 1 else pytest.param(made, marks=pytest.mark.long) for made in range(1, len(RELEASED))],
+)
+def test_a_ledger_whose_migrations_were_cut_short_is_finished(
+    tmp_path: Path, todays: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch, made: int
+) -> None:
+    """Each is a transaction of its own. A ledger of schema 1 comes about in no other way."""
+    (tmp_path / "first").mkdir()
+    for file in sorted(ledger.MIGRATIONS.glob("[0-9]*.sql"))[:made]:
+        shutil.copy(file, tmp_path / "first")
+    with monkeypatch.context() as then:
+        then.setattr(ledger, "MIGRATIONS", tmp_path / "first")
+        with ledger.open_ledger(tmp_path) as connection:
+            versions = connection.execute("SELECT max(version) FROM schema_versions").fetchall()
+    assert versions == [(made,)]
+    assert shape(tmp_path) == todays
 
 
 def test_an_old_ledger_becomes_one_of_today_and_is_what_the_old_facts_say(
