@@ -5,9 +5,11 @@ Printed, not judged. The year is made in the database itself, 8,760 slots and 20
 make it.
 """
 
+import multiprocessing
 import resource
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,13 +19,13 @@ import duckdb
 import pytest
 
 from tasks import ledger
-from tasks.cluster import Site
+from tasks.cluster import Site, load_site
 from tasks.collect import collect, ledger_directory
 from tasks.facts import fact_keys
-from tasks.nodes import renew_lease
+from tasks.nodes import node_states, renew_lease
 from tasks.upkeep import upkeep
-from tests.conftest import make_site
-from tests.tasks.planned_hours import Runs, answer, ask, begin, end, plan_hour, submit
+from tests.conftest import MakeStorage, make_site
+from tests.tasks.planned_hours import Runs, answer, ask, begin, leave_end, plan_hour, submit
 
 pytestmark = pytest.mark.benchmark
 HOUR = datetime(2026, 12, 1, 6, tzinfo=UTC)
@@ -65,6 +67,57 @@ def best(what: str, work: Callable[[], Any], tries: int = 3) -> None:
 
 def memory() -> str:
     return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB at most"
+
+
+def answer_together(site: Site, ranks: list[dict[str, Any]], now: datetime, ended: datetime) -> None:
+    """Let all nodes' workers answer in the same moment, and the runners of these ranks leave their outcomes.
+
+    Each node is a thread with requests of its own, eight to a process; all begin when the last is ready.
+    """
+    context = multiprocessing.get_context("spawn")
+    names = [node.name for node in site.cluster.nodes]
+    work = [(name, [rank for rank in ranks if rank["node"] == name]) for name in names]
+    ready, told = context.Barrier(len(names) + 1), context.SimpleQueue()
+    processes = [
+        context.Process(target=_answer, args=(site.file, work[number::8], now, ended, ready, told))
+        for number in range(8)
+    ]
+    for process in processes:
+        process.start()
+    ready.wait(120)
+    began = time.monotonic()
+    took = sorted(seconds for _ in processes for seconds in told.get())
+    wall = time.monotonic() - began
+    for process in processes:
+        process.join()
+    found = node_states(site.storage, names, now, site.lost_after)
+    assert len(took) == len(names) and {node.state for node in found.values()} == {"ready"}
+    what = f"{len(names)} nodes answer together, {len(ranks)} runs end"
+    print(f"  {what:52} {wall:7.2f} s, half of the nodes in {took[len(took) // 2]:.2f} s")
+
+
+def _answer(
+    file: Path,
+    work: list[tuple[str, list[dict[str, Any]]]],
+    now: datetime,
+    ended: datetime,
+    ready: Any,
+    told: Any,
+) -> None:
+    """In a process: some of the nodes."""
+    storage = load_site(file).storage
+    storage.keys("leases/")  # the first request costs imports and a connection
+
+    def one(node: str, ranks: list[dict[str, Any]]) -> float:
+        ready.wait(120)
+        began = time.monotonic()
+        renew_lease(storage, node, now)
+        for rank in ranks:
+            leave_end(storage, rank, ended)
+        return time.monotonic() - began
+
+    with ThreadPoolExecutor(len(work)) as nodes:
+        told.put(list(nodes.map(lambda each: one(*each), work)))
 
 
 def make_year(site: Site) -> None:
@@ -110,7 +163,6 @@ def test_a_thousand_outcomes_and_five_hundred_specs_at_once(tmp_path: Path) -> N
     ranks = list(runs.made.values())
     for rank in ranks:
         begin(site, rank, HOUR)
-        end(site, rank, HOUR + timedelta(minutes=30))
     broken = [
         b"",
         b"\xff\xfe",
@@ -128,9 +180,7 @@ def test_a_thousand_outcomes_and_five_hundred_specs_at_once(tmp_path: Path) -> N
     for number, content in enumerate(broken):
         site.storage.write(f"inbox/broken-{number}.yaml", content)
     later = HOUR + timedelta(hours=1)
-    with timed("64 nodes' workers answer"):
-        for node in nodes:
-            renew_lease(site.storage, str(node["name"]), later)
+    answer_together(site, ranks, later, HOUR + timedelta(minutes=30))
     with timed(f"an hour that takes in {len(ranks)} outcomes and 500 specs"):
         plan_hour(site, later, runs)
     (counts,) = ask(
@@ -145,6 +195,20 @@ def test_a_thousand_outcomes_and_five_hundred_specs_at_once(tmp_path: Path) -> N
     print(f"  {done.packed} packed, {len(fact_keys(site.storage))} left loose")
     with timed("the ledger made again from them"):
         ledger.rebuild(ledger_directory(site), site.storage)
+
+
+def test_64_nodes_answer_together_over_s3(tmp_path: Path, s3: MakeStorage) -> None:
+    nodes = [{"name": f"node{number}", "gpus": 16} for number in range(64)]
+    site = make_site(tmp_path, nodes=nodes, storage=s3().root)
+    ranks = [
+        {"instant": HOUR, "job": f"job-{number}", "attempt": 1, "rank": 0, "node": f"node{number % 64}"}
+        for number in range(1000)
+    ]
+    print("\n64 nodes over S3 (moto, one process)")
+    answer_together(site, ranks, HOUR, HOUR)
+    with timed("taking the outcomes in"):
+        taken = ledger.take_in(ledger_directory(site), site.storage)
+    print(f"  {taken.new} facts; {memory()}")
 
 
 def test_a_queue_of_five_thousand_jobs(tmp_path: Path) -> None:
