@@ -89,8 +89,8 @@ def killed_and_gone_on(world: World, fault: str, told: bool = False) -> None:
 
     `told`: it is told to end, which it does its own way, instead.
     """
-    how = {"environment": {"SLOTWISE_FAULT_SIGNAL": "SIGTERM"}} if told else {}
-    assert world.hour(fault=fault, **how) == (143 if told else -9)
+    environment = {"SLOTWISE_FAULT_SIGNAL": "SIGTERM"} if told else {}
+    assert world.hour(fault=fault, environment=environment) == (143 if told else -9)
     world.check(settled=False)
     world.pass_minutes(3)
     world.check(settled=False)
