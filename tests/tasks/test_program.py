@@ -173,11 +173,22 @@ def test_a_directory_that_somebody_uploaded_without_a_manifest_is_a_model(
     assert (local_model(at(storage, "m"), tmp_path / "scratch") / "config.json").read_bytes() == b"{}"
 
 
+# What a checkpoint says of a run whose model lay where this machine has nothing.
+ELSEWHERE = json.dumps(
+    {"config": {"model": "/gone"}, "identity": {}, "losses": []}
+    | dict.fromkeys(("step", "position", "seconds", "tokens", "tokens_timed", "micro_batch"), 1)
+)
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
         ({"weights.bin": "?"}, r"has no config\.json; expected a Hugging Face directory, or a checkpoint"),
-        ({"state.json": "{}", ".metadata": ""}, r"checkpoint of None, whose configuration is not on this"),
+        (
+            {"state.json": ELSEWHERE, ".metadata": ""},
+            r"checkpoint of /gone, whose configuration is not on this",
+        ),
+        ({"state.json": "{}", ".metadata": ""}, r"state\.json: identity: None; expected dict"),
         ({"state.json": "?", ".metadata": ""}, "cannot be read: Expecting value"),
     ],
 )
