@@ -7,14 +7,25 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from training import models
 from training.picture import stacked_bars
-from training.signs import COLLECTIVES, GRAPH_BREAKS, HOST_READ_IDLE, HOST_READS, UNPINNED
+from training.signs import (
+    COLLECTIVES,
+    FUSED,
+    GRAPH_BREAKS,
+    HOST_READ_IDLE,
+    HOST_READS,
+    LONG_IDLE,
+    PREEMPTED,
+    UNCOMPILED,
+    UNPINNED,
+)
 from training.trace import CAUSES, Breakdown, TraceError, read, stragglers
 
 WORTH_NAMING = 0.05  # of the step
@@ -44,7 +55,9 @@ def register(commands: Any) -> None:
     diagnose.add_argument(
         "--trace", type=Path, nargs="+", metavar="FILE", help="instead: torch.profiler traces, one a rank"
     )
-    diagnose.add_argument("--no-levers", action="store_true", help="do not measure what each lever wins")
+    tried = diagnose.add_mutually_exclusive_group()
+    tried.add_argument("--no-levers", action="store_true", help="do not measure what each lever wins")
+    tried.add_argument("--levers", nargs="+", metavar="NAME", help="measure these only")
     diagnose.add_argument(
         "--mfu", type=float, help="of the run, 0 to 1: gives each cause's cost in MFU points"
     )
@@ -53,38 +66,48 @@ def register(commands: Any) -> None:
     diagnose.set_defaults(answer=_answer)
 
 
+@dataclass(frozen=True)
+class Found:
+    """What a diagnosis came to. `left` are the causes that a lever may help against, None if not known; `won`
+    is how many times as fast each lever that was tried makes the run; `lever` is the line to try next."""
+
+    ranks: list[Breakdown]
+    mfu: float | None = None
+    left: frozenset[str] | None = None
+    won: tuple[tuple[str, float], ...] = ()
+    lever: str | None = None
+
+
 def _answer(asked: argparse.Namespace) -> tuple[str, int]:
     if asked.mfu is not None and not 0 < asked.mfu <= 1:
         raise models.ModelError(f"--mfu: {asked.mfu:g}; expected a share above 0, at most 1")
     if (asked.config is None) == (asked.trace is None):
         raise models.ModelError("diagnose: expected either a configuration or --trace")
-    won: list[tuple[str, float]] = []
-    mfu, remedy = asked.mfu, None
     if asked.trace:
-        ranks = read(asked.trace)
+        found = Found(read(asked.trace))
+    elif asked.processes > 1 and "RANK" not in os.environ:
+        return "", _on_several(asked)
     else:
-        if asked.processes > 1 and "RANK" not in os.environ:
-            return "", _on_several(asked)
-        ranks, measured, won, remedy = _live(asked.config, not asked.no_levers)
-        mfu = mfu or measured
-        if not ranks:
+        found = _live(asked.config, not asked.no_levers, asked.levers or ())
+        if not found.ranks:
             return "", 0  # the first of several processes speaks for all
+    ranks, mfu = found.ranks, asked.mfu or found.mfu
     if asked.svg:
         _write(asked.svg, drawing(ranks))
     if asked.json:
-        levers = [{"line": line, "times": times} for line, times in won]
-        return json.dumps(as_json(ranks, mfu) | {"levers": levers, "next_lever": remedy}), 0
-    lines = [*table(ranks, mfu), "", *words(ranks)]
+        levers = [{"line": line, "times": times} for line, times in found.won]
+        told = {"words": words(ranks, found.left), "levers": levers, "next_lever": found.lever}
+        return json.dumps(as_json(ranks, mfu) | told), 0
+    lines = [*table(ranks, mfu), "", *words(ranks, found.left)]
     if mfu:
         costs = three_causes(ranks, mfu).items()
         lines += [
             "",
             f"of the MFU of {mfu:.1%}: " + ", ".join(f"{name} {cost:.1f} points" for name, cost in costs),
         ]
-    if won:
-        lines += ["", *(_gain_line(line, times, mfu) for line, times in won)]
-    elif remedy:
-        lines += ["", f"to try next: {remedy}"]
+    if found.won:
+        lines += ["", *(_gain_line(line, times, mfu) for line, times in found.won)]
+    lines += ["", f"to try next: {found.lever}"] if found.lever else []
     return "\n".join(lines), 0
 
 
@@ -102,37 +125,41 @@ def _on_several(asked: argparse.Namespace) -> int:
 
     command = [sys.executable, "-m", "training", "diagnose", str(asked.config)]
     command += [f"--{name}={value}" for name in ("mfu", "svg") if (value := getattr(asked, name)) is not None]
+    command += [f"--{name.replace('_', '-')}" for name in ("json", "no_levers") if getattr(asked, name)]
+    command += ["--levers", *asked.levers] if asked.levers else []
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return launch([*command, *(["--json"] if asked.json else [])], asked.processes, environment, 0, 1)
+    return launch(command, asked.processes, environment, 0, 1)
 
 
-def _live(
-    file: Path, levers: bool
-) -> tuple[list[Breakdown], float | None, list[tuple[str, float]], str | None]:
-    """The breakdowns of a configuration's own steps, its MFU, what each lever wins, and what to try next.
-
-    What levers win is measured in one process alone. Raises TraceError.
-    """
-    from training.capture import captured, gains
-    from training.config import ConfigError, load_config
+def _live(file: Path, levers: bool, only: Sequence[str]) -> Found:
+    """What a configuration's own steps show, and what each lever wins. Raises TraceError."""
+    from training.capture import examined, proposed
+    from training.config import LEVERS, ConfigError, load_config
     from training.data import DataError
-    from training.remedies import next_lever
+    from training.remedies import causes_left, next_lever
     from training.tokenizer import TokenizerError
     from training.trainer import TrainingError
 
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if unknown := [name for name in only if name not in LEVERS]:
+        raise models.ModelError(f"--levers: {unknown[0]}; expected some of {', '.join(LEVERS)}")
+    processes, first = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
+    say = partial(print, file=sys.stderr, flush=True) if first else lambda line: None
     try:
         config = load_config(file)
-        found, mfu = captured(config)
-        if not found:
-            return [], mfu, [], None
-        say = partial(print, file=sys.stderr, flush=True)
-        measured = gains(config, say) if levers and processes == 1 else []
-        remedy = next_lever(found, config, processes, any(one.device == "cuda" for one in found))
-        line = None if remedy is None else f"{remedy[0]} ({remedy[1]})"
-        return found, mfu, [(gain.line, gain.times) for gain in measured], line
+        seen, won = examined(config, levers, only, say)
     except (ConfigError, DataError, TokenizerError, TrainingError) as error:
         raise TraceError(str(error)) from None
+    if not seen.ranks:
+        return Found([])
+    cuda = any(one.device == "cuda" for one in seen.ranks)
+    left = frozenset(causes_left(seen.config, processes, cuda))
+    guess = next_lever(seen.ranks, seen.config, processes, cuda)
+    line = None if guess is None else f"{guess[0]} ({guess[1]})"
+    if levers:
+        line = proposed(won)
+        # A cause that no lever was seen to help against stays one when not all were tried.
+        left = left if only else frozenset(gain.cause for gain in won if gain.helps)
+    return Found(seen.ranks, seen.mfu, left, tuple((gain.line, gain.times) for gain in won), line)
 
 
 def points(share: float, mfu: float) -> float:
@@ -151,19 +178,40 @@ def table(ranks: Sequence[Breakdown], mfu: float | None = None) -> list[str]:
         lines.append(f"{WORDS[cause][0]:22}{cells}{share:9.1%}{cost}")
     total = "".join(f"{1e3 * one.total / one.steps:12.2f}" for one in ranks)
     hidden = "".join(f"{1e3 * one.hidden_communication / one.steps:12.2f}" for one in ranks)
-    return [*lines, f"{'step':22}{total}{1:9.0%}", f"{'hidden communication':22}{hidden}   (costs nothing)"]
+    lines += [f"{'step':22}{total}{1:9.0%}", f"{'hidden communication':22}{hidden}   (costs nothing)"]
+    if len(ranks) > 1 and all(one.exchange is not None for one in ranks):
+        waits = "".join(f"{1e3 * one.waiting / one.steps:12.2f}" for one in ranks)
+        lines.append(f"{'waiting for a rank':22}{waits}   (of the exposed communication)")
+    return lines
 
 
-def words(ranks: Sequence[Breakdown]) -> list[str]:
+def accused(ranks: Sequence[Breakdown], left: Collection[str] | None = None) -> list[str]:
+    """Causes that are worth a sentence, the largest first.
+
+    `left` are those that a lever of the configuration is left against, where that is known: an optimizer that
+    is one kernel already, and what lies between small ops on a processor, are then nobody's fault.
+    """
+
+    def is_named(cause: str) -> bool:
+        if cause == "compute" or cost_of(ranks, cause) < WORTH_NAMING:
+            return False
+        if cause == "optimizer":
+            return not all(one.signs.get(FUSED) for one in ranks)
+        if cause == "idle" and ranks[0].device == "cpu":
+            whole = sum(one.total for one in ranks)
+            elsewhere = sum(one.signs.get(LONG_IDLE, 0.0) - one.signs.get(PREEMPTED, 0.0) for one in ranks)
+            return "idle" in (left or ()) or elsewhere >= WORTH_NAMING * whole
+        return True
+
+    return sorted(filter(is_named, CAUSES), key=lambda cause: -cost_of(ranks, cause))
+
+
+def words(ranks: Sequence[Breakdown], left: Collection[str] | None = None) -> list[str]:
     """A sentence for each cause that is worth one, the largest first, and one for each straggler."""
-    named = sorted(
-        (cause for cause in CAUSES if cause != "compute"), key=lambda cause: -share_of(ranks, cause)
-    )
     lines = [
-        f"{WORDS[cause][0]} takes {share_of(ranks, cause):.0%} of the step; without it the run is "
-        f"{1 / (1 - min(share_of(ranks, cause), 0.99)):.2f} × as fast: {WORDS[cause][1]}"
-        for cause in named
-        if share_of(ranks, cause) >= WORTH_NAMING
+        f"{WORDS[cause][0]} takes {cost_of(ranks, cause):.0%} of the step; without it the run is "
+        f"{1 / (1 - min(cost_of(ranks, cause), 0.99)):.2f} × as fast: {WORDS[cause][1]}"
+        for cause in accused(ranks, left)
     ]
     lines += _signs(ranks)
     for rank, excess in stragglers(ranks):
@@ -193,13 +241,15 @@ def _signs(ranks: Sequence[Breakdown]) -> list[str]:
             f"host waited for it, with {sum_of(HOST_READS) / steps:.0f} values read by .item() or the like: "
             "read them once, at the end of the step"
         )
-    if broken := max(one.signs.get(GRAPH_BREAKS, 0.0) for one in ranks):
+    broken, between = max(one.signs.get(GRAPH_BREAKS, 0.0) for one in ranks), sum_of(UNCOMPILED)
+    if broken or between >= WORTH_NAMING * whole:
         lines.append(
-            f"torch.compile broke its graph {broken:.0f} times: what lies between runs uncompiled, and "
+            f"torch.compile broke its graph{f' {broken:.0f} times' if broken else ''}: what lies between "
+            f"takes {1e3 * between / steps:.2f} ms of each step ({between / whole:.0%}) uncompiled, and "
             "nothing is fused across it; TORCH_LOGS=graph_breaks says where"
         )
-    if share_of(ranks, "communication") >= WORTH_NAMING and (count := sum_of(COLLECTIVES)):
-        each = sum(one.seconds["communication"] for one in ranks) / count
+    if cost_of(ranks, "communication") >= WORTH_NAMING and (count := sum_of(COLLECTIVES)):
+        each = sum(one.seconds["communication"] - one.waiting for one in ranks) / count
         lines.append(
             f"the exposed communication is {count / steps:.0f} collectives a step, {1e3 * each:.2f} ms "
             "of each: fewer and larger ones (bucket_mb: 100) cost less"
@@ -244,14 +294,15 @@ def drawing(ranks: Sequence[Breakdown]) -> str:
 
 def three_causes(ranks: Sequence[Breakdown], mfu: float) -> dict[str, float]:
     """MFU points that each of the usual three causes costs: memory movement (waiting for data, host/device
-    copies), hardware that the work does not fill (idle time, and compute that takes longer than the FLOPs
-    would at the best that matmuls reach), and communication that nothing hides."""
+    copies), hardware that the work does not fill (idle time, waiting for other ranks, and compute that takes
+    longer than the FLOPs would at the best that matmuls reach), and communication that nothing hides."""
     best = BEST_ON_GPU if ranks[0].device == "cuda" else 1.0  # a processor's peak was measured with a matmul
     computing = max(share_of(ranks, "compute") - mfu / best, 0.0)
+    waiting = sum(one.waiting for one in ranks) / sum(one.total for one in ranks)
     shares = {
         "memory movement": share_of(ranks, "data") + share_of(ranks, "copies"),
-        "unfilled hardware": share_of(ranks, "idle") + computing,
-        "communication": share_of(ranks, "communication"),
+        "unfilled hardware": share_of(ranks, "idle") + computing + waiting,
+        "communication": share_of(ranks, "communication") - waiting,
     }
     return {cause: points(share, mfu) for cause, share in shares.items()}
 
@@ -259,6 +310,15 @@ def three_causes(ranks: Sequence[Breakdown], mfu: float) -> dict[str, float]:
 def share_of(ranks: Sequence[Breakdown], cause: str) -> float:
     """Of the time of all ranks."""
     return sum(one.seconds[cause] for one in ranks) / sum(one.total for one in ranks)
+
+
+def cost_of(ranks: Sequence[Breakdown], cause: str) -> float:
+    """What a cause takes of a step. In a collective ranks also wait for the last to come, which is not its
+    cost; where exchanges are not known apart, what all ranks spend there is."""
+    if cause != "communication":
+        return share_of(ranks, cause)
+    least = min((one.seconds[cause] - one.waiting) / one.steps for one in ranks)
+    return least / max(one.total / one.steps for one in ranks)
 
 
 def _write(file: Path, text: str) -> None:

@@ -135,29 +135,34 @@ def _precision(written: str) -> str:
     return {"fp8-cs": "fp8", "nvfp4": "fp4"}.get(word, word)
 
 
-def report() -> str:
-    """The table: each setting, whether it was fitted, its published and its predicted MFU."""
-    fitted, tested = halves()
+def report(constants: Efficiency, fitted: list[Row], tested: list[Row]) -> str:
+    """The table: each setting, whether the constants were fitted on it, its published and predicted MFU."""
     heading = f"{'model':15} {'GPU':9} {'GPUs':>5} {'precision':9} {'seq':>5}"
     lines = [f"{heading} half    rows  published     predicted  worst"]
+    ends = []
     for half, rows in (("fitted", fitted), ("tested", tested)):
+        off = []
         for setting in sorted({row.setting for row in rows}):
             own = [row for row in rows if row.setting == setting]
-            said = 100 * predicted_mfu(own[0])
+            said = 100 * predicted_mfu(own[0], constants)
             seen = [100 * row.mfu for row in own]
-            worst = max(abs(said - value) for value in seen)
+            off += [abs(said - value) for value in seen]
             model, product, gpus, precision, seq = setting
             lines.append(
                 f"{model:15} {product:9} {gpus:5} {precision:9} {seq:5} {half}  {len(own):4}  "
-                f"{min(seen):5.1f} to {max(seen):5.1f}  {said:5.1f}     {worst:5.1f}"
+                f"{min(seen):5.1f} to {max(seen):5.1f}  {said:5.1f}     {max(off[-len(own) :]):5.1f}"
             )
-    for half, rows in (("fitted", fitted), ("tested", tested)):
-        off = [100 * abs(predicted_mfu(row) - row.mfu) for row in rows]
-        mean = sum(off) / len(off)
-        lines.append(f"{half}: {len(rows)} rows, mean error {mean:.2f} MFU points, worst {max(off):.2f}")
-    return "\n".join(lines)
+        ends.append(
+            f"{half}: {len(off)} rows, mean error {sum(off) / len(off):.2f} MFU points, worst {max(off):.2f}"
+        )
+    return "\n".join([*lines, *ends])
+
+
+def swapped_report() -> str:
+    """The same with the halves swapped: constants of the other half, found now."""
+    tested, fitted = halves()
+    return report(fit(fitted), fitted, tested)
 
 
 if __name__ == "__main__":
     print(fit(halves()[0]))
-    print(report())

@@ -1,4 +1,4 @@
-"""`python -m training predict | compare`: what a cluster would give, at once and without torch."""
+"""`python -m training predict | compare | fitted`: what a cluster would give, at once and without torch."""
 
 import argparse
 import json
@@ -6,10 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from training import models, performance
+from training import fit, models, performance
 from training.performance import Prediction
 from training.picture import LABELS, curve
-from training.roofline import PEAK_OF
+from training.roofline import EFFICIENCY, PEAK_OF
 
 _LARGEST = 4096  # GPUs in a picture
 
@@ -17,7 +17,9 @@ _LARGEST = 4096  # GPUs in a picture
 def register(commands: Any) -> None:
     """Add the commands to a parser; the parsed arguments carry the function to call as `answer`."""
     predict = commands.add_parser(
-        "predict", help="step time, MFU, memory and what limits, on GPUs not at hand"
+        "predict",
+        help="step time, MFU, memory and what limits, on GPUs not at hand",
+        epilog="How near that comes to published runs: python -m training fitted.",
     )
     compare = commands.add_parser(
         "compare", help="rank the GPUs of a cluster file for a job, by time and cost"
@@ -38,6 +40,16 @@ def register(commands: Any) -> None:
     )
     compare.add_argument("--tokens", type=float, required=True, help="that the job trains on")
     compare.set_defaults(answer=_compare)
+    fitted = commands.add_parser(
+        "fitted",
+        help="how near predictions come to published runs, fitted on one half and tested on the other",
+    )
+    fitted.add_argument("--swap", action="store_true", help="fit on the other half, which takes a minute")
+    fitted.set_defaults(answer=_fitted)
+
+
+def _fitted(asked: argparse.Namespace) -> tuple[str, int]:
+    return (fit.swapped_report() if asked.swap else fit.report(EFFICIENCY, *fit.halves())), 0
 
 
 def _predict(asked: argparse.Namespace) -> tuple[str, int]:

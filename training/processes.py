@@ -48,12 +48,15 @@ def world_from_environment(environment: Mapping[str, str] = os.environ) -> World
 
 @contextlib.contextmanager
 def joined(world: World, device: "torch.device") -> Iterator[None]:
-    """Hold the process group of a run with more than one process."""
+    """Hold the process group of a run with more than one process; one that is held already serves."""
     if world.size == 1:
         yield
         return
     import torch.distributed as dist
 
+    if dist.is_initialized():
+        yield
+        return
     if (
         os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost", "::1")
         and Path("/sys/class/net/lo").exists()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from training.config import LEVERS, TrainingConfig
-from training.diagnosis import WORDS, WORTH_NAMING, points, share_of, three_causes, words
+from training.diagnosis import WORDS, accused, cost_of, points, share_of, three_causes, words
 from training.step_profile import as_metrics
 from training.trace import CAUSES, Breakdown, stragglers
 
@@ -25,8 +25,8 @@ _LEVERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("communication", {"reshard": False}),
     ("copies", {"pinned": True, "prefetch_batches": 1}),
     ("data", {"loader_workers": 1, "prefetch_batches": 1}),
-    ("compute", {"keep_host_memory": True}),
     ("compute", {"loss_chunk": "auto"}),
+    ("compute", {"keep_host_memory": True}),  # the last, as a process cannot take it back
 )
 _ONLY_WITH = {"bucket_mb": "ddp", "reshard": "fsdp"}  # the sharding that a lever belongs to
 
@@ -40,10 +40,14 @@ class Remedy:
     config: TrainingConfig
 
     @property
+    def levers(self) -> list[str]:
+        """Their names."""
+        return [part.partition(":")[0] for part in self.line.split(", ")]
+
+    @property
     def numerics(self) -> str:
         """Whether anything but rounding changes."""
-        names = [part.partition(":")[0] for part in self.line.split(", ")]
-        return "changes" if any(LEVERS[name].numerics == "changes" for name in names) else "preserved"
+        return "changes" if any(LEVERS[name].numerics == "changes" for name in self.levers) else "preserved"
 
 
 def candidates(config: TrainingConfig, processes: int = 1, cuda: bool = False) -> Iterator[Remedy]:
@@ -73,15 +77,17 @@ def next_lever(
 ) -> tuple[str, str] | None:
     """The line to try next, and why; None when nothing that is known is left."""
     known = list(candidates(config, processes, cuda))
-    causes = sorted(
-        (cause for cause in CAUSES if cause != "compute"), key=lambda cause: -share_of(ranks, cause)
-    )
-    for cause in [cause for cause in causes if share_of(ranks, cause) >= WORTH_NAMING] + ["compute"]:
+    for cause in [*accused(ranks, causes_left(config, processes, cuda)), "compute"]:
         # What keeps the numbers comes first.
         own = sorted((one for one in known if one.cause == cause), key=lambda one: one.numerics == "changes")
         if own:
-            return own[0].line, f"{WORDS[cause][0]} takes {share_of(ranks, cause):.0%} of the step"
+            return own[0].line, f"{WORDS[cause][0]} takes {cost_of(ranks, cause):.0%} of the step"
     return None
+
+
+def causes_left(config: TrainingConfig, processes: int, cuda: bool) -> set[str]:
+    """Causes against which a lever is left to try."""
+    return {remedy.cause for remedy in candidates(config, processes, cuda)}
 
 
 def diagnosed(
@@ -92,7 +98,7 @@ def diagnosed(
     found: dict[str, Any] = {
         **as_metrics(ranks),
         "step_ms": json.dumps({cause: 1e3 * _mean(ranks, cause) for cause in CAUSES}),
-        "bottleneck": "; ".join(words(ranks)),
+        "bottleneck": "; ".join(words(ranks, causes_left(config, processes, cuda))),
         "stragglers": json.dumps([rank for rank, _ in stragglers(ranks)]),
     }
     if mfu:
@@ -110,7 +116,9 @@ def _mean(ranks: Sequence[Breakdown], cause: str) -> float:
 
 
 def _has(current: Any, wanted: Any) -> bool:
-    """Whether a lever is already there, or further."""
+    """Whether a lever is already there, or further; a rule's choice is, unless it is the plain value."""
+    if wanted == "auto":
+        return bool(current)
     if isinstance(wanted, bool | str) or not isinstance(current, int | float):
         return bool(current == wanted)
     return bool(current >= wanted)

@@ -2,18 +2,26 @@
 
 Invariant: a sign's seconds are part of a cause's, so that nothing is counted twice: un-pinned copies of
 exposed copies, what reading a value on the host (`.item()`, a printed loss) leaves idle of idle time. On a
-CPU neither exists: there is no second processor to wait for.
+CPU neither exists: there is no second processor to wait for. There, between any two ops some time is idle
+because ops are sent one by one; what lies between them for long is something else.
 """
 
+import re
 import sys
 from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
 
 from training.spans import Spans, both, length, merged, span
+from training.uncompiled import uncompiled_seconds
 
 UNPINNED, HOST_READ_IDLE = "unpinned_seconds", "host_read_idle_seconds"
+LONG_IDLE, PREEMPTED = "long_idle_seconds", "preempted_seconds"  # on a CPU
 HOST_READS, COLLECTIVES, GRAPH_BREAKS = "host_reads", "collectives", "graph_breaks"  # counts
+UNCOMPILED = "uncompiled_seconds"  # what lies between pieces that torch.compile made
+FUSED = "fused_optimizer"  # 1 where the optimizer is one kernel
+LONG_US = 1000.0  # many times what sending an op takes
+_FUSED = re.compile("_?fused_?(adam|sgd|adagrad)", re.IGNORECASE)
 _READ = "aten::_local_scalar_dense"
 _READS = (_READ, "cudaStreamSynchronize", "cudaDeviceSynchronize", "hipStreamSynchronize")
 
@@ -26,8 +34,11 @@ def signs(
     def inside(wanted: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
         return [event for event in events if wanted(event) and both([span(event)], within)]
 
-    found = {COLLECTIVES: float(len(inside(lambda event: _is_collective(event, on_device))))}
+    found = {COLLECTIVES: float(len(inside(lambda event: is_collective(event, on_device))))}
+    found[UNCOMPILED] = uncompiled_seconds(events, within)
+    found[FUSED] = float(any(_FUSED.search(str(event.get("name", ""))) is not None for event in events))
     if not on_device:
+        found[LONG_IDLE] = sum(end - begin for begin, end in idle if end - begin >= LONG_US) / 1e6
         return found
     pageable = merged(span(event) for event in inside(_is_unpinned))
     found[UNPINNED] = length(both(copies, pageable)) / 1e6
@@ -55,8 +66,9 @@ def _is_unpinned(event: dict[str, Any]) -> bool:
     return event.get("cat") == "gpu_memcpy" and "pageable" in str(event.get("name", "")).casefold()
 
 
-def _is_collective(event: dict[str, Any], on_device: bool) -> bool:
+def is_collective(event: dict[str, Any], on_device: bool) -> bool:
+    """Whether an event is a collective at work: a kernel where there is a GPU."""
     name = str(event.get("name", "")).casefold()
     if on_device:
         return event.get("cat") == "kernel" and ("nccl" in name or "rccl" in name)
-    return name.startswith(("gloo:", "mpi:")) and event.get("cat") != "gpu_user_annotation"
+    return name.startswith(("gloo:", "mpi:", "nccl:")) and event.get("cat") != "gpu_user_annotation"

@@ -2,8 +2,9 @@
 
 Invariant: what is learned and what is measured of the run is not touched: profiled steps are not timed, and a
 profiler that fails ends the profile, never the run. The profiler slows a loop of many small ops; as the steps
-just before were timed without it, what it added is taken out of idle time again. All ranks profile the same
-steps and the first hears of all. The cost: some steps in a hundred run at half speed or so, once an attempt.
+just before were timed without it, what it added is taken out again: of idle time, then of a processor's ops.
+All ranks profile the same steps and the first hears of all. The cost: some steps in a hundred run at half
+speed or so, once an attempt.
 """
 
 import json
@@ -16,8 +17,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from training.processes import World
-from training.signs import GRAPH_BREAKS, graph_breaks
-from training.trace import Breakdown, read
+from training.signs import GRAPH_BREAKS, PREEMPTED, graph_breaks
+from training.trace import Breakdown, compared, read
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,7 @@ class StepProfile:
         self.plain: list[float] = []
         self.seen = 0
         self.breaks = graph_breaks()
+        self.delay = self.preempted = 0.0
         self.profiler: Any = None
         self.traced: Breakdown | None = None
 
@@ -47,6 +49,7 @@ class StepProfile:
         """A step is about to be made; whether the profiler runs in it."""
         if not self.steps:
             return False
+        self.delay = _delay()
         if self.seen == FRESH + PLAIN:
             try:
                 self.profiler = self._started()
@@ -65,6 +68,8 @@ class StepProfile:
             self.plain.append(seconds)
         self.seen += 1
         if self.profiler is not None:
+            if self.seen > FRESH + PLAIN + 1:  # the first one under the profiler only warms it up
+                self.preempted += _delay() - self.delay
             try:
                 self.profiler.step()
             except Exception as error:
@@ -100,8 +105,10 @@ class StepProfile:
             done.export_chrome_trace(str(file))
             began = time.perf_counter()
             traced = read([file])[0].at_most(median(self.plain))
-            broken = float(graph_breaks() - self.breaks)
-            self.traced = replace(traced, signs={**traced.signs, GRAPH_BREAKS: broken})
+            seen = {GRAPH_BREAKS: float(graph_breaks() - self.breaks)}
+            if self.device.type == "cpu":
+                seen[PREEMPTED] = min(self.preempted, traced.total)
+            self.traced = replace(traced, signs={**traced.signs, **seen})
             if (took := time.perf_counter() - began) > 5:
                 self.log(f"reading the profile of {self.steps} steps took {took:.0f} s")
 
@@ -112,7 +119,9 @@ class StepProfile:
 
 def of_metrics(metrics: dict[str, Any]) -> list[Breakdown]:
     """The breakdowns that a run's metrics hold, if any."""
-    return [Breakdown(**one) for one in json.loads(metrics.get("breakdowns") or "[]")]
+    found = json.loads(metrics.get("breakdowns") or "[]")
+    lists = ("own_of_steps", "collectives")
+    return [Breakdown(**one | {name: tuple(one.get(name, ())) for name in lists}) for one in found]
 
 
 def as_metrics(found: list[Breakdown]) -> dict[str, Any]:
@@ -120,12 +129,21 @@ def as_metrics(found: list[Breakdown]) -> dict[str, Any]:
     return {"breakdowns": json.dumps([asdict(one) for one in found[:MOST_RANKS]])} if found else {}
 
 
+def _delay() -> float:
+    """Seconds that this thread has waited for a processor; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
 def _of_all(own: Breakdown | None, world: World) -> list[Breakdown]:
     """The breakdowns of all ranks that have one."""
     if world.size == 1:
-        return [own] if own else []
+        return compared([own]) if own else []
     import torch.distributed as dist
 
     every: list[dict[str, Any] | None] = [None] * world.size
     dist.all_gather_object(every, asdict(own) if own else None)
-    return [Breakdown(**{**one, "rank": rank}) for rank, one in enumerate(every) if one]
+    found = [Breakdown(**{**one, "rank": rank}) for rank, one in enumerate(every) if one]
+    return compared(found) if found else []

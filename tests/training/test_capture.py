@@ -24,9 +24,10 @@ def test_a_slow_loader_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> No
         return made(self, position, count)
 
     monkeypatch.setattr(Windows, "at", slow)
-    (found,), mfu = captured(SMALL, steps=2)
+    seen = captured(SMALL, steps=2)
+    (found,) = seen.ranks
     assert found.steps == 2
-    assert mfu is not None
+    assert seen.mfu is not None
     assert found.seconds["data"] >= 2 * 0.2
     assert any(line.startswith("waiting for data takes") for line in words([found]))
 

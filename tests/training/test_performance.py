@@ -30,6 +30,23 @@ def test_tested_rows_are_within_four_points_on_average_and_ten_at_most() -> None
     assert max(errors) < 10
 
 
+def test_the_command_gives_each_published_setting_with_its_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fitted"]) == 0
+    *settings, fitted, tested = capsys.readouterr().out.splitlines()[1:]
+    assert len(settings) == len({row.setting for row in published_rows()})
+    assert fitted.startswith("fitted: 52 rows, mean error")
+    assert float(tested.split("mean error ")[1].split()[0]) < 4
+
+
+@pytest.mark.long
+def test_the_other_half_would_have_done_as_well() -> None:
+    tested, fitted = halves()
+    found = fit(fitted)
+    errors = [100 * abs(predicted_mfu(row, found) - row.mfu) for row in tested]
+    assert sum(errors) / len(errors) < 4
+    assert max(errors) < 10
+
+
 @pytest.mark.long
 def test_the_constants_are_what_the_fit_finds() -> None:
     found = fit(halves()[0])

@@ -9,7 +9,7 @@ import pytest
 from tests.training.small_runs import SMALL, trained
 from training.config import TrainingConfig
 from training.diagnosis import three_causes, words
-from training.remedies import candidates, diagnosed, next_lever
+from training.remedies import candidates, causes_left, diagnosed, next_lever
 from training.step_profile import StepProfile, of_metrics
 from training.trace import CAUSES, Breakdown
 
@@ -30,7 +30,7 @@ def test_a_run_of_many_steps_says_where_they_went_and_learns_what_it_would_have_
     assert found.seconds["compute"] > found.seconds["optimizer"] > 0
     table = json.loads(watched.metrics["step_ms"])
     assert table == pytest.approx({cause: 1e3 * found.seconds[cause] / 3 for cause in CAUSES})
-    assert watched.metrics["bottleneck"] == "; ".join(words([found]))
+    assert watched.metrics["bottleneck"] == "; ".join(words([found], causes_left(SMALL, 1, False)))
     assert watched.metrics["next_lever"]
     timed = watched.progress.tokens_timed / (8 * 1)
     assert timed == 85 - 1 - 4, "the first step, and those under the profiler, are not timed"
@@ -57,11 +57,13 @@ def test_a_profiler_that_fails_is_said_and_ends_nothing(
     assert "no profile of the steps: CUPTI_ERROR_INSUFFICIENT_PRIVILEGES" in said
 
 
-def test_what_the_profiler_adds_to_a_step_is_taken_out_of_idle_time_and_of_nothing_else() -> None:
+def test_what_the_profiler_adds_to_a_step_is_taken_out_of_idle_time_and_then_of_a_processors_ops() -> None:
     slowed = spent(compute=60, data=10, idle=30)
     assert slowed.at_most(0.08).seconds == pytest.approx(spent(compute=60, data=10, idle=10).seconds)
-    assert slowed.at_most(0.05).seconds == pytest.approx(spent(compute=60, data=10).seconds)
+    assert slowed.at_most(0.05).seconds == pytest.approx(spent(compute=40, data=10).seconds)
     assert slowed.at_most(0.2) == slowed
+    kernels = spent("cuda", compute=60, data=10, idle=30)
+    assert kernels.at_most(0.05).seconds == pytest.approx(spent(compute=60, data=10).seconds)
 
 
 PLAIN = TrainingConfig(

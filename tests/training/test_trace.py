@@ -9,8 +9,9 @@ from xml.etree import ElementTree
 import pytest
 
 from training.__main__ import main
-from training.diagnosis import points, words
-from training.trace import CAUSES, TraceError, breakdown, read, stragglers
+from training.collectives import exposed_of_each
+from training.diagnosis import cost_of, points, table, three_causes, words
+from training.trace import CAUSES, Breakdown, TraceError, breakdown, compared, read, stragglers
 
 
 def event(name: str, category: str, start: float, length: float, **arguments: Any) -> dict[str, Any]:
@@ -168,6 +169,16 @@ def test_two_traces_of_one_rank_are_refused(tmp_path: Path) -> None:
         (b"\x1f\x8bxx", "not a Chrome trace"),
         (b"[1, 2]", "no kernels and no CPU ops"),
         (b'{"other": 1}', "not a Chrome trace: 'traceEvents'"),
+        (b"", "not a Chrome trace: Expecting value"),
+        (b"[" * 100_000, "not a Chrome trace: maximum recursion depth"),
+        (gzip.compress(b"[" * 999)[:-9], "not a Chrome trace: Compressed file ended before"),
+        (json.dumps([event("k" * 99, "other", 1, 1)]).encode(), "no kernels and no CPU ops"),
+        (b'[{"ph": "X", "name": "mm", "dur": 1}]', "ts of event 'mm': None; expected microseconds"),
+        (b'[{"ph": "X", "name": "mm", "ts": 1, "dur": NaN}]', "dur of event 'mm': nan; expected micro"),
+        (
+            json.dumps([event("ProfilerStep#1", "a", 0, 1), event("mm", "kernel", -9, 1)]).encode(),
+            "no work inside its 1 ProfilerSteps",
+        ),
     ],
 )
 def test_what_is_no_trace_is_one_line(
@@ -178,6 +189,79 @@ def test_what_is_no_trace_is_one_line(
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1
+
+
+def test_a_trace_may_have_other_line_ends_and_be_a_bare_list_and_have_arguments_of_any_kind(
+    tmp_path: Path,
+) -> None:
+    odd = [*a_step_on_a_gpu(), {**event("x" * 10_000, "kernel", 10, 1), "args": None}]
+    odd.append(event("cudaLaunchKernel", "cuda_runtime", 21, 0.01, correlation=[4]))
+    text = json.dumps(odd, indent=1).replace("\n", "\r\n")
+    (tmp_path / "t.json").write_bytes(text.encode())
+    (found,) = read([tmp_path / "t.json"])
+    assert {cause: round(1e3 * part, 6) for cause, part in found.seconds.items()} == milliseconds(
+        a_step_on_a_gpu()
+    )
+
+
+def test_ranks_with_other_numbers_of_steps_are_compared_by_the_step(tmp_path: Path) -> None:
+    files = [write(tmp_path / "a.json", 0, a_step_on_a_gpu())]
+    files.append(write(tmp_path / "b.json", 1, [*a_step_on_a_gpu(), *a_step_on_a_gpu(at=500)]))
+    ranks = read(files)
+    assert [one.steps for one in ranks] == [1, 2]
+    assert stragglers(ranks) == []
+    assert cost_of(ranks, "communication") == pytest.approx(0.1)
+
+
+def test_a_gpu_is_not_compared_with_a_processor(tmp_path: Path) -> None:
+    files = [write(tmp_path / "a.json", 0, a_step_on_a_gpu())]
+    files.append(write(tmp_path / "b.json", 1, [event("aten::mm", "cpu_op", 0, 9)]))
+    with pytest.raises(TraceError, match=r"b\.json: of a cpu, .* of a cuda; expected one kind"):
+        read(files)
+
+
+def exchanging(rank: int, *lengths: float) -> Breakdown:
+    """Steps of 100 ms, each with a reduce-scatter that takes so long, and ends with its step."""
+    events = []
+    for step, each in enumerate(lengths):
+        start = 100 * step
+        events += [
+            event(f"ProfilerStep#{step}", "user_annotation", start, 100),
+            event("gemm", "kernel", start, 100 - each),
+            event("ncclDevKernel_ReduceScatter", "kernel", start + 100 - each, each),
+        ]
+    return breakdown(events, rank)
+
+
+def test_waiting_for_another_rank_is_no_cost_of_communication() -> None:
+    """The ranks are late in turn: each spends much in collectives, though an exchange takes 2 ms."""
+    ranks = compared([exchanging(0, 2, 32, 2, 32), exchanging(1, 32, 2, 32, 2)])
+    assert [one.exchange for one in ranks] == pytest.approx([0.008, 0.008])
+    assert cost_of(ranks, "communication") == pytest.approx(0.02)
+    assert words(ranks) == ["nothing beside computing takes a twentieth of the step"]
+    assert table(ranks)[-1].split()[:6] == ["waiting", "for", "a", "rank", "15.00", "15.00"]
+    costs = three_causes(ranks, 0.8)
+    assert costs["communication"] == pytest.approx(points(0.02, 0.8))
+    assert costs["unfilled hardware"] > 10
+
+
+def test_a_step_in_which_the_machine_stuttered_is_no_cost_of_communication() -> None:
+    ranks = compared([exchanging(0, 2, 2, 60, 2), exchanging(1, 2, 2, 60, 2)])
+    assert cost_of(ranks, "communication") == pytest.approx(0.02)
+
+
+def test_exchanges_that_all_ranks_spend_long_in_are_named() -> None:
+    ranks = compared([exchanging(0, 20, 30), exchanging(1, 30, 20)])
+    assert cost_of(ranks, "communication") == pytest.approx(0.2)
+    assert words(ranks)[0].startswith("exposed communication takes 20% of the step")
+
+
+def test_collectives_under_way_together_share_the_time_between_them() -> None:
+    """As on gloo, which has begun the second before the first ends."""
+    both = [event("a", "kernel", 0, 30), event("b", "kernel", 10, 40)]
+    found = exposed_of_each(both, [(0.0, 20e3), (40e3, 50e3)], [(0.0, 50e3)])
+    assert [(step, name) for step, name, _ in found] == [(0, "a"), (0, "b")]
+    assert [seconds for *_, seconds in found] == pytest.approx([0.02, 0.01])
 
 
 def test_a_slow_loader_in_a_real_trace_is_the_first_thing_said(tmp_path: Path) -> None:
