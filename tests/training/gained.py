@@ -28,8 +28,8 @@ def far_apart() -> Any:
     import torch
     from torch import nn
 
-    communication._ddp = _over_a_slow_network  # type: ignore[assignment]
-    communication.Exchange.passing = _waiting_for_it  # type: ignore[method-assign, assignment]
+    vars(communication)["_ddp"] = _over_a_slow_network
+    setattr(communication.Exchange, "passing", _waiting_for_it)  # noqa: B010
 
     class Shifts(nn.Module):
         def __init__(self) -> None:
@@ -49,9 +49,10 @@ def far_apart() -> Any:
 
 def _over_a_slow_network(*arguments: Any) -> Any:
     import torch
+    from torch._C._distributed_c10d import GradBucket
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    def noted(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    def noted(group: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         _UNDER_WAY.append(LATENCY)
         return allreduce_hook(group, bucket)
 
