@@ -188,8 +188,9 @@ def table(ranks: Sequence[Breakdown], mfu: float | None = None) -> list[str]:
 def accused(ranks: Sequence[Breakdown], left: Collection[str] | None = None) -> list[str]:
     """Causes that are worth a sentence, the largest first.
 
-    `left` are those that a lever of the configuration is left against, where that is known: an optimizer that
-    is one kernel already, and what lies between small ops on a processor, are then nobody's fault.
+    `left` are those that a lever of the configuration is left against, where that is known. An optimizer that
+    is one kernel already is nobody's fault; on a processor neither is what lies between small ops, nor an
+    exchange without a lever left: it waits for cores that others compute on.
     """
 
     def is_named(cause: str) -> bool:
@@ -197,6 +198,8 @@ def accused(ranks: Sequence[Breakdown], left: Collection[str] | None = None) -> 
             return False
         if cause == "optimizer":
             return not all(one.signs.get(FUSED) for one in ranks)
+        if cause == "communication" and ranks[0].device == "cpu":
+            return left is None or cause in left
         if cause == "idle" and ranks[0].device == "cpu":
             whole = sum(one.total for one in ranks)
             elsewhere = sum(one.signs.get(LONG_IDLE, 0.0) - one.signs.get(PREEMPTED, 0.0) for one in ranks)
@@ -213,7 +216,7 @@ def words(ranks: Sequence[Breakdown], left: Collection[str] | None = None) -> li
         f"{1 / (1 - min(cost_of(ranks, cause), 0.99)):.2f} × as fast: {WORDS[cause][1]}"
         for cause in accused(ranks, left)
     ]
-    lines += _signs(ranks)
+    lines += _signs(ranks, "communication" in accused(ranks, left))
     for rank, excess in stragglers(ranks):
         steps = next(one.steps for one in ranks if one.rank == rank)
         lines.append(
@@ -222,8 +225,9 @@ def words(ranks: Sequence[Breakdown], left: Collection[str] | None = None) -> li
     return lines or ["nothing beside computing takes a twentieth of the step"]
 
 
-def _signs(ranks: Sequence[Breakdown]) -> list[str]:
-    """A sentence for each well-known mistake that explains enough of the step."""
+def _signs(ranks: Sequence[Breakdown], communicating: bool) -> list[str]:
+    """A sentence for each well-known mistake that explains enough of the step; `communicating` when exchanges
+    do."""
     whole, steps = sum(one.total for one in ranks), sum(one.steps for one in ranks)
 
     def sum_of(sign: str) -> float:
@@ -248,7 +252,7 @@ def _signs(ranks: Sequence[Breakdown]) -> list[str]:
             f"takes {1e3 * between / steps:.2f} ms of each step ({between / whole:.0%}) uncompiled, and "
             "nothing is fused across it; TORCH_LOGS=graph_breaks says where"
         )
-    if cost_of(ranks, "communication") >= WORTH_NAMING and (count := sum_of(COLLECTIVES)):
+    if communicating and (count := sum_of(COLLECTIVES)):
         each = sum(one.seconds["communication"] - one.waiting for one in ranks) / count
         lines.append(
             f"the exposed communication is {count / steps:.0f} collectives a step, {1e3 * each:.2f} ms "

@@ -28,6 +28,7 @@ _LEVERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("compute", {"loss_chunk": "auto"}),
     ("compute", {"keep_host_memory": True}),  # the last, as a process cannot take it back
 )
+LARGE_MB = 4.0  # of a bucket, beyond which latency is no part of what it costs
 _ONLY_WITH = {"bucket_mb": "ddp", "reshard": "fsdp"}  # the sharding that a lever belongs to
 
 
@@ -86,8 +87,10 @@ def next_lever(
 
 
 def causes_left(config: TrainingConfig, processes: int, cuda: bool) -> set[str]:
-    """Causes against which a lever is left to try."""
-    return {remedy.cause for remedy in candidates(config, processes, cuda)}
+    """Causes against which a lever is left to try. Buckets that are large are so; larger ones are a guess."""
+    small = config.bucket_mb == "auto" or config.bucket_mb < LARGE_MB
+    left = candidates(config, processes, cuda)
+    return {remedy.cause for remedy in left if small or remedy.levers != ["bucket_mb"]}
 
 
 def diagnosed(

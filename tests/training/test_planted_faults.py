@@ -26,7 +26,7 @@ from training.config import LEVERS, TrainingConfig
 from training.data import Windows
 from training.diagnosis import words
 from training.processes import World, free_port, run_quietly
-from training.remedies import Remedy, candidates
+from training.remedies import Remedy, candidates, causes_left
 from training.resolve import resolve
 from training.signs import UNCOMPILED
 from training.trace import Breakdown, breakdown
@@ -299,6 +299,17 @@ def test_what_auto_has_put_on_is_not_proposed_again(processes: int) -> None:
     assert {"loss_chunk", "keep_host_memory", "sync"} <= on
     for remedy in candidates(config, processes):
         assert not on - {"bucket_mb"} & set(remedy.levers), remedy.line
+
+
+def test_an_exchange_that_waits_for_a_core_is_accused_only_where_a_lever_is_left() -> None:
+    config = TrainingConfig(micro_batch=1, global_batch=2, parallel="ddp", sync="last", bucket_mb=4.0)
+    small = config.model_copy(update={"bucket_mb": 0.1})
+    events = [event("aten::mm", "cpu_op", 0, 80), event("gloo:all_reduce", "user_annotation", 80, 20)]
+    ranks = [breakdown(events, rank) for rank in range(2)]
+    assert words(ranks, causes_left(config, 2, False)) == [CLEAN]
+    for left in (causes_left(small, 2, False), None):
+        assert words(ranks, left)[0].startswith("exposed communication takes 20% of the step")
+        assert "is 1 collectives a step, 20.00 ms of each" in words(ranks, left)[1]
 
 
 def test_a_fused_optimizer_is_not_accused_and_an_unfused_one_is() -> None:
