@@ -167,11 +167,8 @@ def _waiting(
         return None
     try:
         return (state, reason) if void_start(storage, rank, reason, now) else None
-    except (
-        NotFoundError,
-        FactError,
-        *UNUSABLE,
-    ):  # a claim that nobody can read: no one can begin any more, but someone may have begun
+    except (NotFoundError, FactError, *UNUSABLE):
+        # A claim that nobody can read: no one can begin any more, but someone may have begun.
         if overdue <= timedelta(0) or _age(storage, rank, nodes, now, sightings) < site.lost_after:
             return None
         return "crashed", f"{reason}; its claim cannot be read, and no runner answers"

@@ -240,6 +240,7 @@ class _Course:
         hour = Hour(now, now, self.inputs.trace.at((self.hour + 1) * self.every_s), trigger)
         self.work.expire()
         queued, facts = self.work.candidates(), self.work.facts
+        announced = self.advised if site.cluster.move_cost else {}
         state = State(
             queued,
             [attempt.holder for attempt in self.work.live.values()],
@@ -248,9 +249,7 @@ class _Course:
             {name: self.cluster.by_node(held) for name, held in self.cluster.held.items()},
             {name: self.cluster.held_at(name, self.cluster.now - self.slot_s) for name in self.cluster.held},
             facts,
-            {job: self.inputs.trace.at(start) for job, start in self.advised.items()}
-            if site.cluster.move_cost
-            else {},
+            {job: self.inputs.trace.at(start) for job, start in announced.items()},
         )
         forecasts = {
             name: Forecast(tuple(map(tuple, each[: site.plan_slots].tolist())), self.policy.name, "replayed")

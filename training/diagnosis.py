@@ -211,12 +211,13 @@ def accused(ranks: Sequence[Breakdown], left: Collection[str] | None = None) -> 
 
 def words(ranks: Sequence[Breakdown], left: Collection[str] | None = None) -> list[str]:
     """A sentence for each cause that is worth one, the largest first, and one for each straggler."""
+    named = accused(ranks, left)
     lines = [
         f"{WORDS[cause][0]} takes {cost_of(ranks, cause):.0%} of the step; without it the run is "
         f"{1 / (1 - min(cost_of(ranks, cause), 0.99)):.2f} × as fast: {WORDS[cause][1]}"
-        for cause in accused(ranks, left)
+        for cause in named
     ]
-    lines += _signs(ranks, "communication" in accused(ranks, left))
+    lines += _signs(ranks, "communication" in named)
     for rank, excess in stragglers(ranks):
         steps = next(one.steps for one in ranks if one.rank == rank)
         lines.append(

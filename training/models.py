@@ -93,6 +93,8 @@ SHIPPED: dict[str, tuple[Shape, int, Mapping[str, Any]]] = {
     "llama-3.1-70b": (Shape(80, 8192, 28672, 64, 8, 128, 128256), 131072, LLAMA_3_ROPE),
     "llama-3.1-405b": (Shape(126, 16384, 53248, 128, 8, 128, 128256), 131072, LLAMA_3_ROPE),
 }
+# What is raised for a directory that cannot be read; ImportError for want of what its own format asks for.
+_UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, ImportError)
 _ARCHITECTURES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
 # Keys that would make any of these another model than a Shape can say, and the values that are harmless.
 _BEYOND: dict[str, tuple[Any, ...]] = {
@@ -293,10 +295,7 @@ def loading(directory: str) -> Iterator[None]:
 
     try:
         yield
-    except (
-        *(OSError, ValueError, RuntimeError, KeyError, SafetensorError, StrictDataclassError),
-        ImportError,  # a library that the model's own format asks for
-    ) as error:
+    except (*_UNREADABLE, SafetensorError, StrictDataclassError) as error:
         raise ModelError(f"{directory}: cannot be loaded: {' '.join(str(error).split())[:300]}") from error
 
 

@@ -92,10 +92,8 @@ def read_rows(
             keep(name, state[name][own])
         return
     for name, file in places.items():
-        with (
-            models.loading(directory),
-            safe_open(file, "pt") as tensors,
-        ):  # keeps what was read
+        # Opened anew for each: a file that stays open keeps the pages that were read.
+        with models.loading(directory), safe_open(file, "pt") as tensors:
             stored = tensors.get_slice(name)
             if tuple(stored.get_shape()) != tuple(shapes[name]):
                 raise models.not_whole(directory, "mismatched keys", [name])

@@ -199,19 +199,25 @@ def test_a_runner_and_a_program_die_together_and_the_job_is_tried_again(place: P
     assert place.attempts("a") == 2
 
 
+def leave_one_of_each_kind(place: Place, tmp_path: Path, **training: int) -> None:
+    """Jobs `trains`, `infers` (20 rows) and `quantizes`, of a small model."""
+    storage = place.site.storage
+    publish_directory(storage, "models/small", small_model(tmp_path))
+    put(storage, *[{"id": n, "prompt": f"{n} What"} for n in range(20)])
+    config = {"model": "llama-micro", "seq_len": 32, "micro_batch": 2, "global_batch": 2, "warmup": 2}
+    config |= {"lr": 4e-3, "held_out_windows": 1, **training}
+    quantization = {"model": "models/small", "seq_len": 64, "windows": 4, "measure_speed": False}
+    place.leave("trains", kind="training", training={"config": config})
+    place.leave("infers", kind="batch_inference", batch_inference=ROWS)
+    place.leave("quantizes", kind="quantization", quantization=quantization)
+
+
 @pytest.mark.long
 def test_a_running_job_of_each_kind_is_killed_and_its_next_attempt_finishes_the_work(
     place: Place, tmp_path: Path
 ) -> None:
     storage = place.site.storage
-    publish_directory(storage, "models/small", small_model(tmp_path))
-    put(storage, *[{"id": n, "prompt": f"{n} What"} for n in range(20)])
-    training = {"model": "llama-micro", "seq_len": 32, "micro_batch": 2, "global_batch": 2, "warmup": 2}
-    training |= {"steps": 60, "lr": 4e-3, "checkpoint_every": 2, "held_out_windows": 1}
-    quantization = {"model": "models/small", "seq_len": 64, "windows": 4, "measure_speed": False}
-    place.leave("trains", kind="training", training={"config": training})
-    place.leave("infers", kind="batch_inference", batch_inference=ROWS)
-    place.leave("quantizes", kind="quantization", quantization=quantization)
+    leave_one_of_each_kind(place, tmp_path, steps=60, checkpoint_every=2)
     place.submit("commands", 60)
     at_work: dict[str, Callable[[], object]] = {
         "trains": lambda: is_published(storage, "outputs/trains/checkpoints/step-2"),

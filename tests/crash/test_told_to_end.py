@@ -18,15 +18,15 @@ import pytest
 
 from flows.processes import Process, alive, command, marked, wait
 from flows.server import client_environment, down, running
-from tasks.program import is_published, publish_directory
+from tasks.program import is_published
 from tests.conftest import wait_for
-from tests.crash.test_real_processes import PATIENCE_S, Place, mark
+from tests.crash.test_real_processes import PATIENCE_S, Place, leave_one_of_each_kind, mark
 from tests.crash.test_real_processes import place as place
 from tests.flows.conftest import make_site as make_site
 from tests.flows.conftest import migrated_database as migrated_database
 from tests.flows.test_hourly import start
 from tests.invariants import Facts, violations
-from tests.tasks.kind_programs import ROWS, put, rows, small_model
+from tests.tasks.kind_programs import rows
 from tests.tasks.test_runner import Place as Node
 from tests.tasks.test_runner import alive as runs
 from tests.tasks.test_runner import place as node
@@ -217,14 +217,7 @@ def test_a_running_job_of_each_kind_told_to_end_saves_and_its_next_attempt_goes_
     place: Place, tmp_path: Path, seed: int
 ) -> None:
     chance, storage = random.Random(seed), place.site.storage
-    publish_directory(storage, "models/small", small_model(tmp_path))
-    put(storage, *[{"id": number, "prompt": f"{number} What"} for number in range(20)])
-    training = {"model": "llama-micro", "seq_len": 32, "micro_batch": 2, "global_batch": 2, "warmup": 2}
-    training |= {"steps": 20, "lr": 4e-3, "checkpoint_every": 5, "held_out_windows": 1}
-    quantization = {"model": "models/small", "seq_len": 64, "windows": 4, "measure_speed": False}
-    place.leave("trains", kind="training", training={"config": training})
-    place.leave("infers", kind="batch_inference", batch_inference=ROWS)
-    place.leave("quantizes", kind="quantization", quantization=quantization)
+    leave_one_of_each_kind(place, tmp_path, steps=20, checkpoint_every=5)
     place.submit("commands", 20)
     start(place.up(), "hourly/now")
     due: dict[str, float] = {}

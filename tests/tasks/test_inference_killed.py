@@ -153,21 +153,17 @@ def test_two_nodes_killed_at_any_request_to_s3_write_each_shard_once_all_the_sam
 @pytest.mark.long
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_job_killed_at_each_of_its_requests_to_s3_in_turn(attempts_on_s3: Attempts, nodes: int) -> None:
-    step, code = 0, -9
-    while code == -9:
-        step += 1
-        name = f"at{step}-of-{nodes}"
-        code = attempts_on_s3.make(name, step, 0, nodes)
-        for rank in range(nodes):
-            assert attempts_on_s3.make(name, None, rank, nodes) == 0
-        attempts_on_s3.check(name)
-    assert code == 0
-    assert step > 4 * SHARDS
+    killed_at_each_in_turn(attempts_on_s3, nodes)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_job_killed_at_each_of_its_steps_in_turn(attempts: Attempts, nodes: int) -> None:
+    killed_at_each_in_turn(attempts, nodes)
+
+
+def killed_at_each_in_turn(attempts: Attempts, nodes: int) -> None:
+    """A job for each step, killed there and finished by other attempts, until one is not killed any more."""
     step, code = 0, -9
     while code == -9:
         step += 1
