@@ -1,6 +1,6 @@
 """A start that people were told is put off only for a gain of more than `move_cost`."""
 
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,11 @@ from tasks.allocate import allocate, build_problem, read_state
 from tasks.cluster import Site
 from tasks.collect import collect
 from tasks.hour import present_hour, scheduled_hour
+from tasks.instants import floor, now
 from tests.conftest import make_site
 from tests.tasks.planned_hours import Runs, answer, begin, plan_hour, submit
 
-HOUR = datetime(2026, 12, 3, 6, tzinfo=UTC)
+HOUR = floor(now(), 60) + timedelta(hours=1)  # the ledger's views judge deadlines by the machine's clock
 NEXT = HOUR + timedelta(hours=1)
 NODE = [{"name": "node0", "gpus": 4}]
 
