@@ -26,6 +26,7 @@ import pyarrow as pa
 
 from tasks import faults
 from tasks.facts import FactError, fact_keys, parse_key, read_json
+from tasks.notes import read_note, write_note
 from tasks.packs import pack_keys, read_pack
 from tasks.projections import Rows, project
 from tasks.storage import NotFoundError, RefusedKeyError, Storage
@@ -95,12 +96,12 @@ def take_in(
     """
     swept = directory / "swept"
     with open_ledger(directory) as connection:
-        whole = today is None or not swept.exists() or swept.read_bytes() != today.isoformat().encode()
+        whole = today is None or read_note(swept) != today.isoformat().encode()
         packed = _take_in_packs(connection, storage) if whole else TakenIn(0, ())
         keys = fact_keys(storage) if whole or not today else _open_keys(connection, storage, today, also)
         taken = _insert_new(connection, storage, keys)
         if whole and today is not None:
-            swept.write_text(today.isoformat())
+            write_note(swept, today.isoformat().encode())
         return TakenIn(packed.new + taken.new, packed.bad + taken.bad)
 
 

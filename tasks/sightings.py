@@ -10,11 +10,11 @@ all there is. The cost is one small file, read and written at each look.
 
 import contextlib
 import json
-import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tasks.instants import boot
+from tasks.notes import read_note, write_note
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Sightings:
         self.file, self.steady, self.lost_after_s = file, steady, lost_after_s
         self.before: dict[str, Seen] = {}
         self.after: dict[str, Seen] = {}
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-            kept = json.loads(file.read_text())
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            kept = json.loads(read_note(file))
             if kept["boot"] == boot():
                 found = {key: Seen(**seen) for key, seen in kept["seen"].items()}
                 self.before = {key: seen for key, seen in found.items() if seen.looked <= steady}
@@ -74,14 +74,5 @@ class Sightings:
 
     def keep(self) -> None:
         """Remember what was asked for. A disk that does not take it costs one look's memory."""
-        temporary = self.file.with_name(f".{self.file.name}.{uuid.uuid4().hex[:8]}")
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            seen = {key: asdict(each) for key, each in self.after.items()}
-            temporary.write_text(json.dumps({"boot": boot(), "seen": seen}))
-            temporary.replace(self.file)
-        except OSError:
-            pass
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
+        seen = {key: asdict(each) for key, each in self.after.items()}
+        write_note(self.file, json.dumps({"boot": boot(), "seen": seen}).encode())

@@ -22,6 +22,7 @@ from tasks.cluster import Site
 from tasks.collect import ledger_directory
 from tasks.facts import FactError, fact_keys, parse_key
 from tasks.inbox import FINAL_STATES
+from tasks.notes import read_note, write_note
 from tasks.packs import pack
 from tasks.storage import TEMPORARY, DirectoryStorage
 
@@ -44,7 +45,8 @@ def upkeep(site: Site, now: datetime) -> Kept | None:
     """Do what there is to do today; None when it was done already. Raises StorageError and LedgerError."""
     directory = ledger_directory(site)
     noted = directory / "upkept"
-    if noted.exists() and noted.read_bytes() == now.date().isoformat().encode():
+    today = now.date().isoformat().encode()
+    if read_note(noted) == today:
         return None
     details_from = now - timedelta(days=site.cluster.keep_details_days)
     with ledger.open_ledger(directory) as connection:
@@ -53,7 +55,7 @@ def upkeep(site: Site, now: datetime) -> Kept | None:
     plans = _remove_plans(site, details_from.date())
     abandoned = _remove_abandoned(site)
     if done:
-        noted.write_text(now.date().isoformat())
+        write_note(noted, today)
     return Kept(packed, plans, abandoned, done)
 
 

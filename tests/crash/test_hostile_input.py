@@ -400,6 +400,29 @@ def test_what_lies_where_an_object_belongs_stops_nothing_else(
     assert ledger.verify(ledger_directory(site), site.storage) == []
 
 
+@pytest.mark.parametrize("lies_there", [os.mkfifo, loop, folder, huge])
+def test_what_lies_where_control_notes_something_for_itself_stops_no_hour(
+    tmp_path: Path, lies_there: Callable[[Path], None]
+) -> None:
+    site, runs = make_site(tmp_path, full_mode_seconds=0), Runs()
+    noted = [
+        ledger_directory(site) / "swept",
+        ledger_directory(site) / "upkept",
+        site.state / "leases-seen.json",
+    ]
+    answer(site, HOUR)
+    plan_hour(site, HOUR, runs)
+    for file in noted:
+        file.unlink()
+        lies_there(file)
+    submit(site, "a")
+    for now in (HOUR + timedelta(hours=1), HOUR + timedelta(hours=2)):
+        answer(site, now)
+        assert plan_hour(site, now, runs).problems == []
+    assert {rank["job"] for rank in runs.made.values()} == {"a"}
+    assert all(file.is_dir() or len(file.read_bytes()) < 1000 for file in noted)  # replaced but for folders
+
+
 def test_a_claim_that_cannot_be_read_stops_neither_the_others_nor_its_job(tmp_path: Path) -> None:
     site, runs = make_site(tmp_path, full_mode_seconds=0), Runs()
     answer(site, HOUR)
