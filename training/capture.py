@@ -15,14 +15,17 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from training.config import TrainingConfig, load_config
+from training.diagnosis import broken
 from training.processes import World, joined, world_from_environment
 from training.remedies import Remedy, candidates
+from training.signs import UNBROKEN
 from training.step_profile import of_metrics
 from training.trace import Breakdown
 
@@ -34,6 +37,7 @@ WARM_UP = 2  # steps that are not timed
 MOST_STEPS = 50  # within which a profile must have been made
 FEWEST_PAIRS, MOST_PAIRS, PAIRS_S = 7, 40, 8.0  # pairs of steps for a lever: as many as fit, within these
 WHOLE_PROCESS = {"keep_host_memory"}  # levers that a process cannot take back
+Stepping = contextlib.AbstractContextManager[Callable[[], float]]  # a run, and its next step's seconds
 
 
 @dataclass(frozen=True)
@@ -93,14 +97,33 @@ def examined(
     device = prepare_device(config, world, lambda line: None)
     with joined(world, device):
         seen = captured(config)
+        if levers and world.size == 1 and (not only or "compile" in only) and broken(seen.ranks):
+            seen = _sized(seen, device, say)
         return seen, gains(config, say, only) if levers else []
 
 
+def _sized(seen: Captured, device: "torch.device", say: Callable[[str], None]) -> Captured:
+    """With what the step would win without its graph breaks, where that can be measured."""
+    run = partial(stepping, seen.config, World(), device)
+    try:
+        _, times = _times(run, partial(run, unbroken=True), World(), device, device.type == "cuda")
+    except Exception as error:  # a layer whose operators depend on values, for one
+        say(f"graph breaks: what they cost is not measured: {' '.join(str(error).split())[:200]}")
+        return seen
+    say(f"without graph breaks: {times:.2f} ×")
+    won = max(1 - 1 / times, 0.0)
+    ranks = [replace(one, signs={**one.signs, UNBROKEN: won * one.total}) for one in seen.ranks]
+    return replace(seen, ranks=ranks)
+
+
 @contextlib.contextmanager
-def stepping(config: TrainingConfig, world: World, device: "torch.device") -> Iterator[Callable[[], float]]:
+def stepping(
+    config: TrainingConfig, world: World, device: "torch.device", unbroken: bool = False
+) -> Iterator[Callable[[], float]]:
     """A run from the start, of which each call makes one step and returns its seconds.
 
-    Every process of the world must make the same calls. Raises what training raises.
+    `unbroken`: its compiled layers have no graph breaks, whatever breaks them. Every process of the world
+    must make the same calls. Raises what training raises.
     """
     from training.checkpoints import LocalCheckpoints
     from training.corpus import load_text, with_local_model
@@ -115,6 +138,10 @@ def stepping(config: TrainingConfig, world: World, device: "torch.device") -> It
         place = Path(directory)
         run = Run(config, place, LocalCheckpoints(place / "none"), world, lambda line: None)
         run.build(device, windows, None)
+        if unbroken:
+            from training.unbroken import remove_breaks
+
+            remove_breaks(run.parts.model)
         progress = run.start
 
         def step() -> float:
@@ -174,13 +201,31 @@ def times_faster(
     must ask."""
     from training.resolve import prepare_device
 
-    if device.type == "cuda" or WHOLE_PROCESS & set(remedy.levers):
-        before = sorted(_alone(config, world, device))
-        prepare_device(remedy.config, world, lambda line: None)
-        after = sorted(_alone(remedy.config, world, device))
-        quarter = len(after) // 4
-        return before[quarter] / after[-1 - quarter], median(before) / median(after)
-    with stepping(config, world, device) as step, stepping(remedy.config, world, device) as other:
+    apart = device.type == "cuda" or bool(WHOLE_PROCESS & set(remedy.levers))
+
+    def after() -> Stepping:
+        if apart:
+            prepare_device(remedy.config, world, lambda line: None)
+        return stepping(remedy.config, world, device)
+
+    return _times(lambda: stepping(config, world, device), after, world, device, apart)
+
+
+def _times(
+    before: Callable[[], Stepping],
+    after: Callable[[], Stepping],
+    world: World,
+    device: "torch.device",
+    apart: bool,
+) -> tuple[float, float]:
+    """How many times as fast the steps are after: in the lowest quarter, and the median. `apart`: one run has
+    ended before the other begins."""
+    if apart:
+        slow = sorted(_alone(before, device))
+        fast = sorted(_alone(after, device))
+        quarter = len(fast) // 4
+        return slow[quarter] / fast[-1 - quarter], median(slow) / median(fast)
+    with before() as step, after() as other:
         found = sorted(ratios(step, other, world, device))
     return found[len(found) // 4], median(found)
 
@@ -206,10 +251,10 @@ def ratios(
     return found
 
 
-def _alone(config: TrainingConfig, world: World, device: "torch.device") -> list[float]:
+def _alone(run: Callable[[], Stepping], device: "torch.device") -> list[float]:
     """Seconds of some steps, with nothing else in memory."""
     try:
-        with stepping(config, world, device) as step:
+        with run() as step:
             return [step() for _ in range(FEWEST_PAIRS)]
     finally:
         gc.collect()

@@ -23,6 +23,7 @@ from training.signs import (
     HOST_READS,
     LONG_IDLE,
     PREEMPTED,
+    UNBROKEN,
     UNCOMPILED,
     UNPINNED,
 )
@@ -226,6 +227,13 @@ def words(ranks: Sequence[Breakdown], left: Collection[str] | None = None) -> li
     return lines or ["nothing beside computing takes a twentieth of the step"]
 
 
+def broken(ranks: Sequence[Breakdown]) -> bool:
+    """Whether torch.compile broke the graphs of what it compiled, and enough of the step lies between."""
+    between = sum(one.signs.get(UNCOMPILED, 0.0) for one in ranks)
+    breaks = any(one.signs.get(GRAPH_BREAKS) for one in ranks)
+    return breaks or between >= WORTH_NAMING * sum(one.total for one in ranks)
+
+
 def _signs(ranks: Sequence[Breakdown], communicating: bool) -> list[str]:
     """A sentence for each well-known mistake that explains enough of the step; `communicating` when exchanges
     do."""
@@ -246,13 +254,18 @@ def _signs(ranks: Sequence[Breakdown], communicating: bool) -> list[str]:
             f"host waited for it, with {sum_of(HOST_READS) / steps:.0f} values read by .item() or the like: "
             "read them once, at the end of the step"
         )
-    broken, between = max(one.signs.get(GRAPH_BREAKS, 0.0) for one in ranks), sum_of(UNCOMPILED)
-    if broken or between >= WORTH_NAMING * whole:
-        lines.append(
-            f"torch.compile broke its graph{f' {broken:.0f} times' if broken else ''}: what lies between "
-            f"takes {1e3 * between / steps:.2f} ms of each step ({between / whole:.0%}) uncompiled, and "
-            "nothing is fused across it; TORCH_LOGS=graph_breaks says where"
-        )
+    if broken(ranks):
+        breaks = max(one.signs.get(GRAPH_BREAKS, 0.0) for one in ranks)
+        told = f"torch.compile broke its graph{f' {breaks:.0f} times' if breaks else ''}: "
+        if won := sum_of(UNBROKEN):
+            told += (
+                f"steps without that take {1e3 * won / steps:.2f} ms ({won / whole:.0%}) less, as measured"
+            )
+        else:
+            lost = sum_of(UNCOMPILED)
+            told += f"what lies between takes {1e3 * lost / steps:.2f} ms of each step ({lost / whole:.0%}) "
+            told += "uncompiled, the most that removing it can win"
+        lines.append(f"{told}; TORCH_LOGS=graph_breaks says where")
     if communicating and (count := sum_of(COLLECTIVES)):
         each = sum(one.seconds["communication"] - one.waiting for one in ranks) / count
         lines.append(

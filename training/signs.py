@@ -19,6 +19,7 @@ UNPINNED, HOST_READ_IDLE = "unpinned_seconds", "host_read_idle_seconds"
 LONG_IDLE, PREEMPTED = "long_idle_seconds", "preempted_seconds"  # on a CPU
 HOST_READS, COLLECTIVES, GRAPH_BREAKS = "host_reads", "collectives", "graph_breaks"  # counts
 UNCOMPILED = "uncompiled_seconds"  # what lies between pieces that torch.compile made
+UNBROKEN = "unbroken_seconds"  # by which the steps were shorter without graph breaks, where that was measured
 FUSED = "fused_optimizer"  # 1 where the optimizer is one kernel
 LONG_US = 1000.0  # many times what sending an op takes
 _FUSED = re.compile("_?fused_?(adam|sgd|adagrad)", re.IGNORECASE)
