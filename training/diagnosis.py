@@ -70,12 +70,13 @@ def register(commands: Any) -> None:
 @dataclass(frozen=True)
 class Found:
     """What a diagnosis came to. `left` are the causes that a lever may help against, None if not known; `won`
-    is how many times as fast each lever that was tried makes the run; `lever` is the line to try next."""
+    is how many times as fast each lever that was tried makes the run, and what it does to the numbers;
+    `lever` is the line to try next."""
 
     ranks: list[Breakdown]
     mfu: float | None = None
     left: frozenset[str] | None = None
-    won: tuple[tuple[str, float], ...] = ()
+    won: tuple[tuple[str, float, str], ...] = ()
     lever: str | None = None
 
 
@@ -84,6 +85,8 @@ def _answer(asked: argparse.Namespace) -> tuple[str, int]:
         raise models.ModelError(f"--mfu: {asked.mfu:g}; expected a share above 0, at most 1")
     if (asked.config is None) == (asked.trace is None):
         raise models.ModelError("diagnose: expected either a configuration or --trace")
+    if asked.processes < 1:
+        raise models.ModelError(f"--processes: {asked.processes}; expected 1 or more")
     if asked.trace:
         found = Found(read(asked.trace))
     elif asked.processes > 1 and "RANK" not in os.environ:
@@ -96,7 +99,7 @@ def _answer(asked: argparse.Namespace) -> tuple[str, int]:
     if asked.svg:
         _write(asked.svg, drawing(ranks))
     if asked.json:
-        levers = [{"line": line, "times": times} for line, times in found.won]
+        levers = [{"line": line, "times": times, "numerics": numerics} for line, times, numerics in found.won]
         told = {"words": words(ranks, found.left), "levers": levers, "next_lever": found.lever}
         return json.dumps(as_json(ranks, mfu) | told), 0
     lines = [*table(ranks, mfu), "", *words(ranks, found.left)]
@@ -107,17 +110,16 @@ def _answer(asked: argparse.Namespace) -> tuple[str, int]:
             f"of the MFU of {mfu:.1%}: " + ", ".join(f"{name} {cost:.1f} points" for name, cost in costs),
         ]
     if found.won:
-        lines += ["", *(_gain_line(line, times, mfu) for line, times in found.won)]
+        lines += ["", *(_gain_line(*won, mfu) for won in found.won)]
     lines += ["", f"to try next: {found.lever}"] if found.lever else []
     return "\n".join(lines), 0
 
 
-def _gain_line(line: str, times: float, mfu: float | None) -> str:
-    """What a lever wins, in speed and, in the same precision, in MFU points."""
+def _gain_line(line: str, times: float, numerics: str, mfu: float | None) -> str:
+    """What a lever wins, in speed and, in the same precision, in MFU points; a price in numerics is named."""
     known = mfu is not None and not line.startswith("precision")
-    return f"{line:36} {times:.2f} ×" + (
-        f"  {100 * mfu * (times - 1):+.1f} MFU points" if known and mfu else ""
-    )
+    points_won = f"  {100 * mfu * (times - 1):+.1f} MFU points" if known and mfu else ""
+    return f"{line:36} {times:.2f} ×{points_won}" + ("  changes numerics" if numerics == "changes" else "")
 
 
 def _on_several(asked: argparse.Namespace) -> int:
@@ -160,7 +162,9 @@ def _live(file: Path, levers: bool, only: Sequence[str]) -> Found:
         line = proposed(won)
         # A cause that no lever was seen to help against stays one when not all were tried.
         left = left if only else frozenset(gain.cause for gain in won if gain.helps)
-    return Found(seen.ranks, seen.mfu, left, tuple((gain.line, gain.times) for gain in won), line)
+    return Found(
+        seen.ranks, seen.mfu, left, tuple((gain.line, gain.times, gain.numerics) for gain in won), line
+    )
 
 
 def points(share: float, mfu: float) -> float:
@@ -296,6 +300,7 @@ def as_json(ranks: Sequence[Breakdown], mfu: float | None = None) -> dict[str, A
         found["mfu_points"] = {
             cause: points(share_of(ranks, cause), mfu) for cause in CAUSES if cause != "compute"
         }
+        found |= {"mfu": mfu, "three_causes_mfu_points": three_causes(ranks, mfu)}
     return found
 
 

@@ -156,6 +156,18 @@ def test_the_command_gives_table_words_and_picture(
     assert "rank 1: exposed communication 10" in titles
 
 
+def test_machines_are_told_the_mfu_and_what_each_of_the_three_causes_costs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "a.json", 0, a_step_on_a_gpu())
+    assert main(["diagnose", "--trace", str(file), "--mfu", "0.4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["mfu"] == 0.4
+    assert found["three_causes_mfu_points"] == three_causes(read([file]), 0.4)
+    assert main(["diagnose", "--trace", str(file), "--json"]) == 0
+    assert "three_causes_mfu_points" not in json.loads(capsys.readouterr().out), "the MFU is not known"
+
+
 def test_two_traces_of_one_rank_are_refused(tmp_path: Path) -> None:
     files = [write(tmp_path / name, 0, a_step_on_a_gpu()) for name in ("a.json", "b.json")]
     with pytest.raises(TraceError, match="two traces are of the same rank"):
