@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,8 @@ def _fitted(asked: argparse.Namespace) -> tuple[str, int]:
 
 
 def _predict(asked: argparse.Namespace) -> tuple[str, int]:
-    if asked.price is not None and not asked.price > 0:
-        raise models.ModelError(f"--price: {asked.price:g}; expected more than 0")
+    if asked.price is not None and not 0 < asked.price < math.inf:
+        raise models.ModelError(f"--price: {asked.price:g}; expected a number above 0")
     said = performance.predict(
         asked.model, asked.gpu, asked.gpus, asked.precision, asked.seq_len, asked.batch
     )
@@ -96,10 +97,11 @@ def _lines(said: Prediction, price: float | None) -> list[str]:
 
 
 def _compare(asked: argparse.Namespace) -> tuple[str, int]:
-    if not asked.tokens > 0:
-        raise models.ModelError(f"--tokens: {asked.tokens:g}; expected more than 0")
+    if not 0 < asked.tokens < math.inf:
+        raise models.ModelError(f"--tokens: {asked.tokens:g}; expected a number above 0")
+    offered = _offered(asked.cluster)
     choices = performance.compare(
-        asked.model, asked.tokens, _offered(asked.cluster), asked.precision, asked.seq_len, asked.batch
+        asked.model, asked.tokens, offered, asked.precision, asked.seq_len, asked.batch
     )
     if not choices:
         raise models.ModelError(f"{asked.cluster}: {asked.model} fits on none of its GPUs")
@@ -127,6 +129,8 @@ def _compare(asked: argparse.Namespace) -> tuple[str, int]:
         )
     if any(choice.prediction.extrapolated for choice in choices):
         lines.append("* beyond what was published: the interval is wider")
+    if unpriced := [name for name, (_, price) in offered.items() if price == 0]:
+        lines.append(f"no price_per_gpu_hour of {', '.join(unpriced)} in {asked.cluster}: it counts as free")
     return "\n".join(lines), 0
 
 
@@ -141,8 +145,10 @@ def _offered(file: Path) -> dict[str, tuple[int, float]]:
             if node.get("gpu", "cpu") == "cpu":
                 continue
             count, price = offered.get(node["gpu"], (0, 0.0))
-            price = max(price, float(node.get("price_per_gpu_hour", 0.0)))
-            offered[node["gpu"]] = (count + int(node["gpus"]), price)
+            own, own_price = int(node["gpus"]), float(node.get("price_per_gpu_hour", 0.0))
+            if own < 1 or not 0 <= own_price < math.inf:
+                raise ValueError(f"gpus: {own}, price_per_gpu_hour: {own_price:g}")
+            offered[node["gpu"]] = (count + own, max(price, own_price))
     except OSError as error:
         raise models.ModelError(f"{file}: {error.strerror}") from None
     except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:

@@ -215,6 +215,20 @@ def test_compare_reads_prices_from_a_cluster_file(tmp_path: Path, capsys: pytest
     assert found[0]["cost"] == pytest.approx(found[0]["seconds"] / 3600 * found[0]["gpus"] * 2)
 
 
+def test_what_has_no_price_is_said_to_count_as_free(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = tmp_path / "cluster.yaml"
+    priced = "{name: a, gpus: 8, gpu: H100, price_per_gpu_hour: 2}"
+    asked = ["compare", "--cluster", str(cluster), "--model", "llama-3.1-8b", "--tokens", "1e9"]
+    cluster.write_text(f"nodes: [{priced}, {{name: b, gpus: 8, gpu: A100}}]")
+    assert main(asked) == 0
+    assert f"no price_per_gpu_hour of A100 in {cluster}" in capsys.readouterr().out
+    cluster.write_text(f"nodes: [{priced}]")
+    assert main(asked) == 0
+    assert "no price_per_gpu_hour" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -229,6 +243,15 @@ def test_compare_reads_prices_from_a_cluster_file(tmp_path: Path, capsys: pytest
             ["compare", "--model", BIG, "--cluster", "odd.yaml", "--tokens", "1"],
             "odd.yaml: nodes: 'nodes'; exp",
         ),
+        (
+            ["compare", "--model", BIG, "--cluster", "less.yaml", "--tokens", "1"],
+            "less.yaml: nodes: gpus: -4, price_per_gpu_hour: 2; expected",
+        ),
+        (["compare", "--model", BIG, "--cluster", "no.yaml", "--tokens", "inf"], "--tokens: inf; expected"),
+        (
+            ["predict", "--model", BIG, "--gpu", "B200", "--gpus", "64", "--price", "inf"],
+            "--price: inf; expected a number above 0",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -241,6 +264,7 @@ def test_a_mistake_is_one_line(
     monkeypatch.chdir(tmp_path)
     Path("no.yaml").write_text("nodes: [{name: a, gpus: 4}]")
     Path("odd.yaml").write_text("{}")
+    Path("less.yaml").write_text("nodes: [{name: a, gpus: -4, gpu: H100, price_per_gpu_hour: 2}]")
     assert main(asked) == 2
     said = capsys.readouterr().err
     assert message in said
