@@ -54,6 +54,7 @@ class TrainSpec(Strict):
     """The section `training:` of a job."""
 
     config: Any  # a training configuration, or the key of a YAML file that holds one
+    compare: bool = False  # measure the plain loop though no lever is open: what do those that are set save
 
     @field_validator("config")
     @classmethod
@@ -65,13 +66,14 @@ class TrainSpec(Strict):
 
 def train_job(program: Program) -> None:
     """Train what the spec says and publish the model."""
-    config = read_config(program)
+    spec = read_spec(TrainSpec, program.text, program.name)
+    config = read_config(program, spec)
     processes = 1 if program.virtual else program.gpus
     config.accumulation_for(processes * program.nodes)
     model, config = config.model, _with_local_files(program, config)
     started = WORKER in os.environ
     may_measure = not started and program.nodes == 1
-    if may_measure and open_levers(config):
+    if may_measure and (spec.compare or open_levers(config)):
         _check_gpus(program)
     began = time.monotonic()
     config, known, key = tuned(
@@ -82,6 +84,7 @@ def train_job(program: Program) -> None:
         program.output,
         may_measure,
         _say,
+        spec.compare,
     )
     if not started:
         measured = known is not None and known.job == program.output
@@ -103,9 +106,9 @@ def train_job(program: Program) -> None:
         raise JobFailedError(str(error)) from None
 
 
-def read_config(program: Program) -> TrainingConfig:
+def read_config(program: Program, spec: TrainSpec) -> TrainingConfig:
     """The configuration that the spec holds or names. Raises SpecError or ConfigError."""
-    given = read_spec(TrainSpec, program.text, program.name).config
+    given = spec.config
     if isinstance(given, str):
         return parse_config(read_text(program.place("config", given)), given)
     return checked(TrainingConfig, given, f"{program.name}: config")

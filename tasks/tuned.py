@@ -47,7 +47,7 @@ class Circumstances:
 
 @dataclass(frozen=True)
 class Remembered:
-    """The levers that were chosen, how fast they and the plain loop were, and which job measured it."""
+    """The levers that were chosen, if any were open; how fast the plain loop was; which job measured it."""
 
     chosen: dict[str, Any]
     why: str
@@ -57,6 +57,8 @@ class Remembered:
 
     def applied(self, config: TrainingConfig) -> TrainingConfig:
         """The configuration with these levers. Raises ConfigError when they do not go with it."""
+        if not self.chosen:
+            return config
         record = {"chosen": self.chosen, "auto": dict.fromkeys(self.chosen, self.why), "probes": self.probes}
         return checked(
             TrainingConfig, {**config.model_dump(), **self.chosen, "record": record}, "tuned setting"
@@ -94,14 +96,17 @@ def remembered(storage: Storage, key: str) -> Remembered | None:
 def measure(
     storage: Storage, found: Circumstances, config: TrainingConfig, processes: int, job: str, say: Say
 ) -> Remembered:
-    """Measure the plain loop and the levers that are open, in processes of this machine, and keep it.
+    """Measure the plain loop and the levers that are open, if any, in processes of this machine; keep it.
 
     Raises ConfigError when nothing runs.
     """
     plain = plain_baseline(config, processes, say)
-    record = decided(config, processes, say).record or {}
-    chosen = record["chosen"]
-    result = Remembered(chosen, next(iter(record["auto"].values())), record["probes"], plain, job)
+    result = Remembered({}, "none is open", [], plain, job)
+    if open_levers(config):
+        record = decided(config, processes, say).record or {}
+        result = Remembered(
+            record["chosen"], next(iter(record["auto"].values())), record["probes"], plain, job
+        )
     try:
         write_json(storage, found.key, {**asdict(result), "circumstances": asdict(found)})
     except StorageError as error:
@@ -122,12 +127,14 @@ def tuned(
     job: str,
     may_measure: bool,
     say: Say,
+    compare: bool = False,
 ) -> tuple[TrainingConfig, Remembered | None, str]:
     """The configuration with its open levers as they were measured, now or by an earlier job; and the key.
 
     Where nothing is known and nothing may be measured the levers stay open for the trainer to decide.
+    `compare`: the plain loop is to be known though none is open.
     """
-    if not open_levers(config):
+    if not (compare or open_levers(config)):
         return config, None, ""
     found = circumstances(config, gpu_type, gpus)
     known = remembered(storage, found.key)

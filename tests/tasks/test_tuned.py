@@ -76,6 +76,28 @@ def test_the_second_job_starts_at_once_with_what_the_first_found(
         assert "torch" in json.loads(outcome["versions"])
 
 
+def test_a_job_whose_levers_are_all_set_learns_what_they_save_where_it_asks(
+    storage: Storage, probed: list[TrainingConfig], tmp_path: Path
+) -> None:
+    """The plain loop is measured once for jobs alike, and nothing beside it."""
+    fixed = {**CONFIG, "micro_batch": 4, "activation_checkpointing": "none"}
+    outcomes = []
+    for name, compare in (("first", True), ("second", True), ("third", False)):
+        job = program(storage, tmp_path / name, {"config": fixed, "compare": compare}, name)
+        train_job(job)
+        outcomes.append(job.metrics.known)
+    (plain,) = probed
+    assert plain.micro_batch == 1
+    *compared, alone = outcomes
+    for outcome in compared:
+        assert outcome["plain_tokens_per_s"] == 100.0
+        assert outcome["gain"] == pytest.approx(outcome["tokens_per_s"] / 100.0)
+        assert "saved_gpu_hours" in outcome
+        assert outcome["micro_batch"] == 4
+    assert [outcome["tuned"] for outcome in outcomes] == ["measured", "as outputs/first measured", "no"]
+    assert "gain" not in alone
+
+
 def test_a_plain_loop_that_does_not_run_is_said_and_stops_nothing(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
