@@ -141,7 +141,8 @@ def tuned(
     if known is not None:
         try:
             config = known.applied(config)
-            say(f"levers as {known.job} measured them: {known.why}")
+            what = f"levers as {known.job} measured them: {known.why}"
+            say(what if known.chosen else f"plain loop as {known.job} measured it")
             return config, known, found.key
         except ConfigError as error:
             say(f"what {known.job} measured is not used: {error}")

@@ -77,7 +77,7 @@ def test_the_second_job_starts_at_once_with_what_the_first_found(
 
 
 def test_a_job_whose_levers_are_all_set_learns_what_they_save_where_it_asks(
-    storage: Storage, probed: list[TrainingConfig], tmp_path: Path
+    storage: Storage, probed: list[TrainingConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The plain loop is measured once for jobs alike, and nothing beside it."""
     fixed = {**CONFIG, "micro_batch": 4, "activation_checkpointing": "none"}
@@ -88,6 +88,7 @@ def test_a_job_whose_levers_are_all_set_learns_what_they_save_where_it_asks(
         outcomes.append(job.metrics.known)
     (plain,) = probed
     assert plain.micro_batch == 1
+    assert "plain loop as outputs/first measured it" in capsys.readouterr().out
     *compared, alone = outcomes
     for outcome in compared:
         assert outcome["plain_tokens_per_s"] == 100.0
