@@ -120,7 +120,7 @@ def _layout(row: Row, constants: Efficiency) -> Layout:
 
 # Where the fit starts and what it is drawn to: matmul shares near the best that was measured.
 _PRIOR = Efficiency(
-    matmul=0.8, throttling=0.3, microscaling=0.9, bf16=0.7, softmax=2.0, traffic=1.5, exposed=0.3
+    matmul=0.8, throttling=0.3, microscaling=0.9, softmax=2.0, traffic=1.5, unfused=2.0, exposed=0.3
 )
 
 

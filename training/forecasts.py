@@ -69,7 +69,12 @@ def _predict(asked: argparse.Namespace) -> tuple[str, int]:
         priced = {}
         if asked.price:
             priced["cost_per_trillion_tokens"] = said.cost_per_trillion_tokens(asked.price)
-        return json.dumps(said.as_json() | priced), 0
+        counts, sizes = performance.fading(said)
+        fades = {
+            "mfu_by_gpus": {one.gpus: one.mfu for one in counts},
+            "mfu_by_model": {one.model: one.mfu for one in sizes},
+        }
+        return json.dumps(said.as_json() | fades | priced), 0
     return "\n".join(_lines(said, asked.price)), 0
 
 
@@ -82,7 +87,8 @@ def _lines(said: Prediction, price: float | None) -> list[str]:
         f"step        {parts.total:.3f} s, {said.tokens_per_s_per_gpu:,.0f} tokens/s per GPU",
         f"MFU         {said.mfu:.1%}, nine of ten runs from {said.low:.1%} to {said.high:.1%} "
         "(convention causal)",
-        f"limited by  {LABELS[said.limiting]}; of the step "
+        f"limited by  {LABELS[said.limiting]}"
+        f"{'' if said.limiting == 'compute' else ', the most beside compute'}; of the step "
         + ", ".join(f"{name} {part / parts.total:.0%}" for name, part in shares.items()),
         f"memory      {said.memory.total / 1e9:.0f} GB per GPU, most in {said.memory.moment}",
         f"layout      tensor {layout.tensor} × pipeline {layout.pipeline} × context {layout.context} × data "
@@ -93,6 +99,10 @@ def _lines(said: Prediction, price: float | None) -> list[str]:
         cost = said.cost_per_trillion_tokens(price)
         lines.append(f"cost        {cost:,.0f} per trillion tokens at {price:g} a GPU-hour")
     lines += [f"beyond      {reason}" for reason in said.extrapolated]
+    counts, sizes = performance.fading(said)
+    lines.append("by GPUs     " + ", ".join(f"{one.gpus}: {one.mfu:.1%}" for one in counts))
+    if sizes:
+        lines.append("by size     " + ", ".join(f"{one.model}: {one.mfu:.1%}" for one in sizes))
     return lines
 
 

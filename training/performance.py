@@ -22,11 +22,13 @@ SPREAD, OTHER_SPREAD = 0.105, 0.25
 LEVEL = 1.645  # deviations: nine of ten fall inside
 SPREAD_A_DOUBLING = 0.08  # added for each doubling beyond what was published
 # What was published: fewest and most GPUs by type, precisions, sequence lengths, parameters.
-_GPUS = {"A100 SXM": (64, 64), "H100 SXM": (8, 1024), "B200": (8, 128), "GB200": (8, 256), "GB300": (8, 256)}
+_GPUS = {"A100 SXM": (64, 64), "H100 SXM": (8, 16384), "B200": (8, 128), "GB200": (8, 256), "GB300": (8, 256)}
 _PRECISIONS = {"A100 SXM": ("bf16",), "H100 SXM": ("fp8", "bf16"), "B200": ("fp8",)}
 _BLACKWELL = ("fp8", "mxfp8", "fp4")
 _SEQ_LEN, _PARAMETERS = (4096, 8192), (8.0e9, 4.06e11)
 
+# Where the study that this follows saw gains fade: beyond 64 GPUs, and above 200B parameters.
+FADING_COUNTS, FADING_MODELS = (64, 256, 1024, 4096), ("llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b")
 
 _ASKED = ("model", "gpu", "gpus", "precision", "seq_len", "batch")
 
@@ -118,6 +120,14 @@ def predict_counts(
             if not str(error).startswith("gpus:"):
                 raise
     return found
+
+
+def fading(said: Prediction) -> tuple[list[Prediction], list[Prediction]]:
+    """The same step on other counts of GPUs, and of other sizes of Llama: where gains fade."""
+    setting = said.precision, said.seq_len, said.batch
+    counts = predict_counts(said.model, said.gpu, sorted({*FADING_COUNTS, said.gpus}), *setting)
+    sizes = [one for name in FADING_MODELS for one in predict_counts(name, said.gpu, [said.gpus], *setting)]
+    return counts, sizes
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,9 @@ class Efficiency:
     matmul: float
     throttling: float
     microscaling: float  # what is left of it when each 32 values have a scale of their own
-    bf16: float  # what is left of it in bf16 runs, all of which were published with other software
     softmax: float  # what attention does beside its matmuls, as a multiple of its exponentials
     traffic: float  # how often elementwise data moves, as a multiple of the least
+    unfused: float  # how much more of it moves in bf16 runs, all published with other software
     exposed: float  # share of communication that nothing hides
 
     def share(self, gpu: Gpu, precision: str) -> float:
@@ -51,13 +51,13 @@ class Efficiency:
 
 TYPICAL_WATTS, TYPICAL_EXPONENTIALS, HEAD_DIM = 700.0, 4.0, 128
 EFFICIENCY = Efficiency(
-    matmul=0.8122,
-    throttling=0.2655,
-    microscaling=0.9818,
-    bf16=0.5383,
-    softmax=2.8686,
-    traffic=3.4061,
-    exposed=0.3756,
+    matmul=0.7904,
+    throttling=0.2186,
+    microscaling=0.9823,
+    softmax=2.5788,
+    traffic=4.0728,
+    unfused=4.055,
+    exposed=0.4644,
 )
 
 
@@ -96,7 +96,7 @@ def step_parts(
     again = recomputed_per_token(shape, layout.seq_len, layout.checkpointing, CONVENTION)
     compute = tokens / group * (work.linear / rate + work.attention / attention_rate)
     recompute = tokens / group * (again.linear / rate + again.attention / attention_rate)
-    hbm = _traffic(shape, layout, tokens / group, constants) / (gpu.memory_tb_per_s * 1e12)
+    hbm = _traffic(shape, layout, tokens / group, precision, constants) / (gpu.memory_tb_per_s * 1e12)
     nvlink, network = _communication(shape, gpu, layout, tokens)
     busy = compute + recompute + hbm
     chunks = max(min(INTERLEAVE, shape.layers // layout.pipeline), 1)
@@ -111,7 +111,7 @@ def candidates(shape: Shape, gpu: Gpu, gpus: int, seq_len: int, batch: int) -> I
         for pipeline in _powers(min(16, shape.layers)):
             for context in _powers(max(seq_len // 4096, 1)):
                 group = tensor * pipeline * context
-                if gpus % group or batch % (gpus // group) or tensor * context > gpu.domain_gpus:
+                if gpus % group or batch % (gpus // group):
                     continue
                 own = batch // (gpus // group)
                 for micro in _powers(8):
@@ -153,7 +153,7 @@ def _rates(gpu: Gpu, precision: str, constants: Efficiency) -> tuple[float, floa
     if PEAK_OF[precision] not in gpu.peaks:
         raise HardwareError(f"{gpu.name}: no peak in {precision}; expected one of {', '.join(gpu.peaks)}")
     linear = gpu.peaks[PEAK_OF[precision]] * constants.share(gpu, precision)
-    linear *= {"mxfp8": constants.microscaling, "bf16": constants.bf16}.get(precision, 1.0)
+    linear *= constants.microscaling if precision == "mxfp8" else 1.0
     own = "fp32" if precision == "fp32" else "bf16"
     matmuls = gpu.peaks[own] * constants.share(gpu, own)
     # Causal FLOPs by exponentials, of which the backward pass computes each again: 6 × the head dimension.
@@ -162,12 +162,13 @@ def _rates(gpu: Gpu, precision: str, constants: Efficiency) -> tuple[float, floa
     return linear, attention
 
 
-def _traffic(shape: Shape, layout: Layout, tokens: float, constants: Efficiency) -> float:
+def _traffic(shape: Shape, layout: Layout, tokens: float, precision: str, constants: Efficiency) -> float:
     """Bytes that norms, rotations, activations, casts and residuals move, and the optimizer's own."""
     wide = shape.ffn * max(shape.experts_per_token, 1)
     moved = 2 * shape.layers * (24 * shape.hidden + 9 * wide) + 12 * shape.vocab
     own = shape.parameters / (layout.tensor * layout.pipeline * layout.shards)
-    return constants.traffic * tokens * moved + 28 * own
+    times = constants.traffic * (constants.unfused if precision == "bf16" else 1.0)
+    return times * tokens * moved + 28 * own
 
 
 def _communication(shape: Shape, gpu: Gpu, layout: Layout, tokens: int) -> tuple[float, float]:
@@ -179,9 +180,13 @@ def _communication(shape: Shape, gpu: Gpu, layout: Layout, tokens: int) -> tuple
     # Of hidden states: two gathers and two scatters forward, and twice that backward with the gathers again.
     split = 10 * 2 * shape.hidden * (layout.tensor - 1) / layout.tensor
     around = 6 * 2 * 2 * shape.kv_heads * shape.head_dim * (layout.context - 1) / layout.tensor
-    nvlink = own_tokens * layers * (split + around) / inside
+    nvlink = own_tokens * layers * split / inside
     passed = own_tokens * 2 * 2 * shape.hidden / layout.tensor * (1 if layout.pipeline > 1 else 0)
     network = passed / (inside if layout.gpus <= gpu.domain_gpus else outside)
+    if layout.tensor * layout.context <= gpu.domain_gpus:
+        nvlink += own_tokens * layers * around / inside
+    else:
+        network += own_tokens * layers * around / outside
 
     shards = layout.shards
     own = shape.parameters / (layout.tensor * layout.pipeline)
