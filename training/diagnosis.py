@@ -139,7 +139,7 @@ def _live(file: Path, levers: bool, only: Sequence[str]) -> Found:
     from training.capture import examined, proposed
     from training.config import LEVERS, ConfigError, load_config
     from training.data import DataError
-    from training.remedies import causes_left, next_lever
+    from training.remedies import candidates, causes_left, next_lever
     from training.tokenizer import TokenizerError
     from training.trainer import TrainingError
 
@@ -160,8 +160,11 @@ def _live(file: Path, levers: bool, only: Sequence[str]) -> Found:
     line = None if guess is None else f"{guess[0]} ({guess[1]})"
     if levers:
         line = proposed(won)
-        # A cause that no lever was seen to help against stays one when not all were tried.
-        left = left if only else frozenset(gain.cause for gain in won if gain.helps)
+        # A cause that no lever was seen to help against stays one only while another is left to try.
+        tried = {gain.line for gain in won}
+        untried = {each.cause for each in candidates(seen.config, processes, cuda) if each.line not in tried}
+        left = left & untried if only else frozenset()
+        left |= {gain.cause for gain in won if gain.helps}
     return Found(
         seen.ranks, seen.mfu, left, tuple((gain.line, gain.times, gain.numerics) for gain in won), line
     )

@@ -21,7 +21,7 @@ import yaml
 from tests.training.gained import Turns, in_turns
 from tests.training.test_trace import event
 from training.__main__ import main
-from training.capture import Gain, captured, examined, gains, proposed, stepping, times_faster
+from training.capture import Captured, Gain, captured, examined, gains, proposed, stepping, times_faster
 from training.config import LEVERS, TrainingConfig
 from training.data import Windows
 from training.diagnosis import words
@@ -352,6 +352,23 @@ def test_an_exchange_that_waits_for_a_core_is_accused_only_where_a_lever_is_left
     for left in (causes_left(small, 2, False), None):
         assert words(ranks, left)[0].startswith("exposed communication takes 20% of the step")
         assert "is 1 collectives a step, 20.00 ms of each" in words(ranks, left)[1]
+
+
+@pytest.mark.parametrize("times", [0.75, 1.25])
+def test_a_lever_is_advised_unless_it_was_measured_to_lose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, times: float
+) -> None:
+    config = TrainingConfig(micro_batch=1, global_batch=4, parallel="ddp", sync="every", bucket_mb=100.0)
+    events = [event("aten::mm", "cpu_op", 0, 80), event("gloo:all_reduce", "user_annotation", 80, 20)]
+    seen = Captured([breakdown(events, rank) for rank in range(2)], None, config)
+    gain = Gain("sync: last", times, "communication", "preserved", times)
+    monkeypatch.setattr("training.capture.examined", lambda *asked: (seen, [gain]))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    (file := tmp_path / "run.yaml").write_text("micro_batch: 1\nglobal_batch: 4\n")
+    assert main(["diagnose", str(file), "--levers", "sync", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert ("sync: last" in found["words"][0]) == (times > 1), found["words"]
 
 
 def test_a_fused_optimizer_is_not_accused_and_an_unfused_one_is() -> None:
