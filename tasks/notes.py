@@ -5,7 +5,7 @@ or writes it; without its note, a step does again what it need not have done.
 """
 
 import contextlib
-import uuid
+import os
 from pathlib import Path
 
 from tasks.storage import read_file
@@ -24,7 +24,7 @@ def read_note(file: Path) -> bytes:
 
 def write_note(file: Path, content: bytes) -> None:
     """Replace the note. A disk that does not take it costs its memory."""
-    temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")  # of one that died, the ledger removes it
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(content)

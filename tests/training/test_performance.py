@@ -146,7 +146,7 @@ def test_gains_fade_with_more_gpus_for_the_same_batch() -> None:
     assert len(mfus) == 3
     assert mfus[2] < 0.95 * max(mfus[:2])
     network = [said.parts.network / said.parts.total for said in curve]
-    assert network[2] == max(network)
+    assert network[2] > 2 * max(network[:2])
 
 
 @pytest.mark.parametrize(

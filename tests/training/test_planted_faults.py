@@ -189,6 +189,8 @@ def test_a_graph_break_is_named_and_sized_by_steps_without_it(
     runs: list[Turns] = []
     for broken in (False, True):
         monkeypatch.setattr(assembly, "compile_layers", planted(broken))
+        named = [line for line in words(captured(COMPILED).ranks) if "broke its graph" in line]
+        assert bool(named) == broken, named
         runs.insert(0, Turns(COMPILED, tmp_path, World(), torch.device("cpu")))
         runs[0].step()  # compiled as planted
     before = 1 - 1 / in_turns(runs)
