@@ -27,10 +27,10 @@ from tests.flows.conftest import migrated_database as migrated_database
 from tests.flows.test_hourly import start
 from tests.invariants import Facts, violations
 from tests.tasks.kind_programs import rows
-from tests.tasks.test_runner import Place as Node
-from tests.tasks.test_runner import alive as runs
-from tests.tasks.test_runner import place as node
-from tests.tasks.test_runner import python, stays
+from tests.tasks.runners import Place as Node
+from tests.tasks.runners import alive as runs
+from tests.tasks.runners import place as node
+from tests.tasks.runners import python, stays
 
 ENDS_S = 30.0
 __all__ = ["make_site", "migrated_database", "node", "place"]

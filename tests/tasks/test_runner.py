@@ -5,9 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -15,183 +14,15 @@ from typing import Any
 import pytest
 import yaml
 
-from tasks.facts import FactError, fact_key, fact_keys, read_json, write_fact
+from tasks.facts import FactError, fact_key, fact_keys, write_fact
 from tasks.inbox import request_cancel
-from tasks.instants import now, text
-from tasks.reconcile import lease_key
+from tasks.instants import now
 from tasks.runner import PROGRAMS, _argv, read_order
 from tasks.serving import Observed, publish_target, write_observed
-from tasks.storage import NotFoundError, Storage, open_storage
+from tasks.storage import NotFoundError
 from tests.conftest import WAIT_S, wait_for
-
-DRIVER = """
-import dataclasses, sys, time
-from pathlib import Path
-from tasks.runner import read_order, run_rank
-root, commit, job, rank, node_directory, person, hang = sys.argv[1:]
-order = read_order(root, commit, job, int(rank))
-class Hanging:
-    def __init__(self, storage):
-        self.storage, self.root = storage, storage.root
-    def __getattr__(self, name):
-        while Path(hang).exists() and Path(hang).read_text() in ("", name):
-            time.sleep(0.05)
-        return getattr(self.storage, name)
-order = dataclasses.replace(order, storage=Hanging(order.storage))
-print("READY", flush=True)
-def say(line):
-    print("SAID", line, flush=True)
-outcome = run_rank(order, Path(node_directory), say, lambda: person == "cancels")
-print("OUTCOME", outcome.state, flush=True)
-"""
-
-
-class Runner:
-    """One rank's runner, in a process of its own."""
-
-    def __init__(self, place: Path, commit: str, job: str, rank: int, person: str = "") -> None:
-        self.out = place / f"{job}.{rank}.{len(list(place.iterdir()))}.out"
-        arguments = [
-            str(place / "storage"),
-            commit,
-            job,
-            str(rank),
-            str(place / f"node{rank}"),
-            person,
-            str(place / "hang"),
-        ]
-        environment = {
-            **os.environ,
-            "PREFECT_API_KEY": "secret",
-            "PREFECT_API_URL": "http://x",
-            "KEPT": "yes",
-        }
-        with self.out.open("w") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", DRIVER, *arguments], stdout=out, stderr=out, env=environment
-            )
-
-    def output(self) -> str:
-        return self.out.read_text()
-
-    def result(self) -> str:
-        """The state it ends with."""
-        try:
-            self.process.wait(WAIT_S)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"the runner does not end; it said: {self.output()}")
-        assert self.process.returncode == 0, self.output()
-        return self.output().splitlines()[-1].removeprefix("OUTCOME ")
-
-
-class Place:
-    """Storage and nodes in a directory, and the runners that were started there."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.storage: Storage = open_storage(str(path / "storage"))
-        self.runners: list[Runner] = []
-        self.at = now().replace(microsecond=0)
-
-    def commit(
-        self,
-        command: list[str],
-        job: str = "a",
-        nodes: int = 1,
-        gpus: tuple[int, ...] = (0,),
-        gpu: str = "cpu",
-        in_s: float = 0,
-        timeout_s: float = 60,
-        max_duration_s: float | None = None,
-    ) -> str:
-        """Commit one attempt of a job; the key of the commitment."""
-        spec = {"kind": "training", "gpus": len(gpus) * nodes, "command": command}
-        spec_key = fact_key("spec", self.at, job)
-        write_fact(self.storage, spec_key, self.at, {"spec": spec, "max_duration_s": max_duration_s})
-        node = {
-            "gpus": gpus,
-            "gpu": gpu,
-            "node_gpus": 4,
-            "address": "127.0.0.1",
-            "price_per_gpu_hour": 3600.0,
-        }
-        place = {
-            "job": job,
-            "attempt": 1,
-            "spec": spec_key,
-            "start": text(self.at + timedelta(seconds=in_s)),
-            "end": text(self.at + timedelta(hours=1)),
-            "nodes": [{"node": f"node{rank}", **node} for rank in range(nodes)],
-        }
-        body = {"placements": [place], "lease_seconds": 1, "start_timeout_minutes": timeout_s / 60}
-        key = fact_key("commit", self.at, job)
-        write_fact(self.storage, key, self.at, body)
-        return key
-
-    def run(self, commit: str, job: str = "a", rank: int = 0, person: str = "") -> Runner:
-        """Start a runner."""
-        runner = Runner(self.path, commit, job, rank, person)
-        self.runners.append(runner)
-        return runner
-
-    def started(self, job: str = "a", rank: int = 0) -> dict[str, Any]:
-        return read_json(self.storage, fact_key("started", self.at, job, 1, rank))
-
-    def outcome(self, job: str = "a", rank: int = 0) -> dict[str, Any]:
-        return read_json(self.storage, fact_key("outcome", self.at, job, 1, rank))
-
-    def lease(self, job: str = "a", rank: int = 0) -> dict[str, Any]:
-        """What the lease says; nothing while there is none."""
-        try:
-            return read_json(self.storage, lease_key(job, 1, rank))
-        except NotFoundError:
-            return {}
-
-    def file(self, name: str) -> Path:
-        """A file that a program of the test may write."""
-        return self.path / "notes" / name
-
-    def pid(self, name: str = "pid") -> int:
-        """A process id that a program wrote, once it has."""
-        wait_for(
-            lambda: self.file(name).exists() and self.file(name).read_text(), f"a program to write {name}"
-        )
-        return int(self.file(name).read_text())
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    (tmp_path / "notes").mkdir()
-    place = Place(tmp_path)
-    yield place
-    for runner in place.runners:
-        if runner.process.poll() is None:
-            runner.process.kill()
-            runner.process.wait()
-
-
-def python(code: str) -> list[str]:
-    return [sys.executable, "-c", textwrap.dedent(code)]
-
-
-def note(place: Place, name: str = "pid") -> str:
-    """Code that writes its process's id to a file, in one step."""
-    path = place.file(name)
-    return f"import os; open('{path}.new', 'w').write(str(os.getpid())); os.rename('{path}.new', '{path}')\n"
-
-
-def stays(place: Place, name: str = "pid") -> list[str]:
-    """A program that notes its id and goes on for ten minutes."""
-    return python(note(place, name) + "import time; time.sleep(600)")
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
+from tests.tasks.runners import DRIVER, Place, alive, note, python, stays
+from tests.tasks.runners import place as place
 
 
 def test_a_program_completes_with_its_metrics_and_its_log(place: Place) -> None:
@@ -472,94 +303,6 @@ def test_a_runner_killed_takes_the_program_and_all_it_started_along(place: Place
     wait_for(lambda: not any(map(alive, pids)), "the program and its child to be gone")
     commit = place.commit(python("pass"), job="next")
     assert place.run(commit, "next").result() == "completed"  # the GPU is free
-
-
-RENDEZVOUS = """
-import os, socket, sys, time
-names = ("SLOTWISE_NODE", "SLOTWISE_NODE_RANK", "SLOTWISE_NODE_COUNT", "MASTER_ADDR", "MASTER_PORT")
-node, rank, count, address, port = (os.environ[name] for name in names)
-assert count == "2" and node == "node" + rank
-if rank == "0":
-    with socket.create_server((address, int(port))) as server:
-        connection, _ = server.accept()
-        assert connection.recv(5) == b"hello"
-else:
-    for _ in range(600):
-        try:
-            socket.create_connection((address, int(port))).sendall(b"hello")
-            break
-        except ConnectionRefusedError:
-            time.sleep(0.1)
-"""
-
-
-def test_a_gang_meets_and_completes(place: Place) -> None:
-    commit = place.commit(python(RENDEZVOUS), nodes=2)
-    runners = [place.run(commit, rank=rank) for rank in (1, 0)]
-    assert [runner.result() for runner in runners] == ["completed", "completed"]
-
-
-def gang(place: Place) -> str:
-    """Commit a gang of two that notes each rank's id and stays."""
-    code = f"""
-import os, time
-path = {str(place.path / "notes")!r} + "/rank" + os.environ["SLOTWISE_NODE_RANK"]
-open(path + ".new", "w").write(str(os.getpid()))
-os.rename(path + ".new", path)
-time.sleep(600)
-"""
-    return place.commit(python(code), nodes=2)
-
-
-def test_a_rank_waits_for_the_whole_gang(place: Place) -> None:
-    commit = gang(place)
-    place.run(commit, rank=0)
-    wait_for(lambda: place.lease().get("detail") == "waiting for rank 1", "rank 0 to wait for rank 1")
-    assert not place.file("rank0").exists()
-    place.run(commit, rank=1)
-    assert alive(place.pid("rank0"))
-    assert alive(place.pid("rank1"))
-
-
-def test_one_lost_member_ends_the_gang(place: Place) -> None:
-    commit = gang(place)
-    runners = [place.run(commit, rank=rank) for rank in (0, 1)]
-    pids = [place.pid(f"rank{rank}") for rank in (0, 1)]
-    os.kill(pids[1], signal.SIGKILL)
-    assert [runner.result() for runner in runners] == ["stopped", "crashed"]
-    assert place.outcome(rank=0)["error"] == "rank 1 on node1 ended: crashed"
-    assert not any(map(alive, pids))
-
-
-def test_a_member_whose_runner_is_killed_ends_the_gang(place: Place) -> None:
-    commit = gang(place)
-    runners = [place.run(commit, rank=rank) for rank in (0, 1)]
-    pids = [place.pid(f"rank{rank}") for rank in (0, 1)]
-    wait_for(lambda: place.lease(rank=1).get("doing") == "running", "rank 1's lease")
-    runners[1].process.kill()
-    assert runners[0].result() == "stopped"
-    assert place.outcome(rank=0)["error"] == "rank 1 on node1 is lost"
-    assert not any(map(alive, pids))
-
-
-def test_a_gang_with_a_void_rank_does_not_begin(place: Place) -> None:
-    commit = gang(place)
-    write_fact(
-        place.storage,
-        fact_key("started", place.at, "a", 1, 1),
-        now(),
-        {"void": True, "reason": "node1 is lost"},
-    )
-    assert place.run(commit, rank=0).result() == "not_started"
-    assert place.outcome()["error"] == "rank 1 was voided: node1 is lost"
-    assert not place.file("rank0").exists()
-
-
-def test_a_gang_whose_member_does_not_come_does_not_begin(place: Place) -> None:
-    commit = place.commit(stays(place), nodes=2, timeout_s=2)
-    assert place.run(commit, rank=0).result() == "not_started"
-    assert place.outcome()["error"] == "rank 1 on node1 did not come"
-    assert not place.file("pid").exists()
 
 
 def test_a_runner_that_is_thought_dead_ends_its_program(place: Place) -> None:
