@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from tasks.cluster import Cluster
 from tasks.jobs import Job, width_misfit
 from tasks.storage import Storage
-from tasks.work import sequences_of, training_config
+from tasks.work import sequences_of, trained_shape, training_config
 from training.config import ConfigError, TrainingConfig
 from training.hardware import HardwareError
-from training.models import SHIPPED, ModelError
+from training.models import ModelError, Shape
 from training.performance import Duration, duration
 
 VIRTUAL = "cpu"  # the type of GPUs that are shares of a processor: no peak is known beforehand
@@ -57,10 +57,7 @@ def predictions_of(job: Job, cluster: Cluster, storage: Storage) -> Predictions 
         return None
     try:
         config = training_config(section, storage)
-        if config.layers is not None:
-            raise ConfigError("layers: a slice of a model is not predicted")
-        if config.model not in SHIPPED:  # its sizes lie in storage, with its weights
-            raise ConfigError(f"model: {config.model}: only models that ship are predicted")
+        shape = trained_shape(config, storage)
     except Exception as error:  # whatever is wrong with what a spec names, its runner will say
         said = " ".join(str(error).split()) or type(error).__name__
         log.info("%s: how long it takes is not predicted: %s", job.id or job.kind, said)
@@ -71,7 +68,7 @@ def predictions_of(job: Job, cluster: Cluster, storage: Storage) -> Predictions 
         for width in job.widths or (job.gpus,):
             if width_misfit(width, cluster, (gpu,)):
                 continue  # it waits for GPUs of another type
-            found = _predicted(config, gpu, width)
+            found = _predicted(config, shape, gpu, width)
             if isinstance(found, Predicted):
                 runs.append(found)
             else:
@@ -93,7 +90,7 @@ def predicted_s(recorded: str | None, gpu_types: Iterable[str], gpus: int) -> fl
     return max((each for each in found if each is not None), default=None) if None not in found else None
 
 
-def _predicted(config: TrainingConfig, gpu: str, gpus: int) -> Predicted | str:
+def _predicted(config: TrainingConfig, shape: Shape, gpu: str, gpus: int) -> Predicted | str:
     """A prediction, or why there is none."""
     try:
         batch = sequences_of(config, gpus)
@@ -101,7 +98,7 @@ def _predicted(config: TrainingConfig, gpu: str, gpus: int) -> Predicted | str:
         return str(error)
     precision = {"bf16_master": "bf16", "auto": "bf16"}.get(config.precision, config.precision)
     tokens = float(batch * config.seq_len * config.steps)
-    said = _duration(config.model, tokens, gpu, gpus, precision, config.seq_len, batch)
+    said = _duration(config.model, shape, tokens, gpu, gpus, precision, config.seq_len, batch)
     if isinstance(said, str):
         return said
     return Predicted(gpu, gpus, said.seconds, said.low, said.high, said.mfu, said.reason)
@@ -109,10 +106,10 @@ def _predicted(config: TrainingConfig, gpu: str, gpus: int) -> Predicted | str:
 
 @functools.lru_cache(maxsize=4096)  # jobs are much alike: a thousand in the inbox cost as much as one
 def _duration(
-    model: str, tokens: float, gpu: str, gpus: int, precision: str, seq_len: int, batch: int
+    model: str, shape: Shape, tokens: float, gpu: str, gpus: int, precision: str, seq_len: int, batch: int
 ) -> Duration | str:
     try:
-        return duration(model, tokens, gpu, gpus, precision, seq_len, batch)
+        return duration(model, tokens, gpu, gpus, precision, seq_len, batch, shape=shape)
     except (HardwareError, ModelError) as error:
         return str(error)
     except Exception as error:  # a fault of the model must not keep a job out

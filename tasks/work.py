@@ -3,13 +3,13 @@
 Invariant: an amount is found once, when the job is taken in, from its spec and from what the spec names in
 storage, and stands beside the spec from then on; whatever cannot be told is None, never an error, and such a
 job is planned by its declaration. The cost of the choice: files of rows are read when their job comes, up to
-`MOST_BYTES`; an input that is not there yet, one that is larger, and a model that does not ship with the
-package (for training) are left to the declaration.
+`MOST_BYTES`; an input or a model that is not there yet and an input that is larger are left to the
+declaration.
 """
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tasks.durations import Work
@@ -19,7 +19,7 @@ from training.config import TrainingConfig, checked, parse_config
 from training.flops import flops_per_token
 from training.hardware import HardwareError, published_peak
 from training.manifest import MANIFEST, parse_manifest
-from training.models import SHIPPED, shape_of
+from training.models import MODULE, SHIPPED, ModelError, Shape, described, parsed, shape_of
 
 MOST_BYTES = 64 << 20  # of an input whose rows are counted
 
@@ -68,6 +68,20 @@ def training_config(section: dict[str, Any], storage: Storage) -> TrainingConfig
     return checked(TrainingConfig, config, "config")
 
 
+def trained_shape(training: TrainingConfig, storage: Storage) -> Shape:
+    """The sizes of what is trained, shipped or in storage. Raises ModelError, StorageError."""
+    if training.model.startswith(MODULE):
+        raise ModelError(f"model: {training.model}: its sizes are known when it is built")
+    if training.model in SHIPPED:
+        shape = shape_of(training.model)
+    else:
+        place, key = located(storage, training.model)
+        name = f"{training.model.rstrip('/')}/config.json"
+        shape = described(training.model, parsed(place.read(f"{key}/config.json", MOST_BYTES), name))
+    layers = min(training.layers or shape.layers, shape.layers)
+    return replace(shape, layers=layers, windowed_layers=min(shape.windowed_layers, layers))
+
+
 def sequences_of(training: TrainingConfig, gpus: int) -> int:
     """Sequences in a step on so many GPUs. Raises ConfigError when they cannot share the global batch."""
     passes = training.accumulation_for(gpus)
@@ -76,13 +90,13 @@ def sequences_of(training: TrainingConfig, gpus: int) -> int:
 
 def _training(job: Job, section: dict[str, Any], storage: Storage) -> Amount | None:
     training = training_config(section, storage)
-    if training.model not in SHIPPED or training.precision == "auto":
+    if training.precision == "auto":
         return None
     if job.widths and training.global_batch is None:  # a step is larger the wider the job becomes
         return None
     tokens = sequences_of(training, job.gpus) * training.seq_len * training.steps
     return Amount(
-        float(flops_per_token(shape_of(training.model), training.seq_len)) * tokens,
+        float(flops_per_token(trained_shape(training, storage), training.seq_len)) * tokens,
         training.precision.removesuffix("_master"),
     )
 

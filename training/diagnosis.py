@@ -88,6 +88,10 @@ def _answer(asked: argparse.Namespace) -> tuple[str, int]:
     if asked.processes < 1:
         raise models.ModelError(f"--processes: {asked.processes}; expected 1 or more")
     if asked.trace:
+        if asked.processes > 1 or asked.no_levers or asked.levers:
+            raise models.ModelError(
+                "--trace: a trace is read, nothing is run; expected no --processes, --levers or --no-levers"
+            )
         found = Found(read(asked.trace))
     elif asked.processes > 1 and "RANK" not in os.environ:
         return "", _on_several(asked)
@@ -256,10 +260,12 @@ def _signs(ranks: Sequence[Breakdown], communicating: bool) -> list[str]:
             "pin the host's memory and copy without blocking (pinned: true)"
         )
     if (idle := sum_of(HOST_READ_IDLE)) >= WORTH_NAMING * whole:
+        said = "in a synchronization of a stream or the device: let it run ahead"
+        if reads := sum_of(HOST_READS):
+            said = f"with {reads / steps:.3g} values read by .item() or the like: read them once, at the end"
         lines.append(
             f"the device stands idle {1e3 * idle / steps:.2f} ms of each step ({idle / whole:.0%}) after the "
-            f"host waited for it, with {sum_of(HOST_READS) / steps:.0f} values read by .item() or the like: "
-            "read them once, at the end of the step"
+            f"host waited for it, {said}"
         )
     if broken(ranks):
         breaks = max(one.signs.get(GRAPH_BREAKS, 0.0) for one in ranks)

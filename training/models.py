@@ -118,17 +118,29 @@ def config_of(model: str) -> dict[str, Any]:
         hint = f"did you mean {near[0]}?" if near else f"expected {', '.join(SHIPPED)}, or a directory"
         raise ModelError(f"model: {model!r}: no such model; {hint}")
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return parsed(file.read_bytes(), str(file))
+    except OSError as error:
         raise ModelError(f"{file}: not a JSON configuration: {error}") from None
+
+
+def parsed(data: bytes, name: str) -> dict[str, Any]:
+    """A configuration from the bytes of a config.json; `name` stands for the file in a ModelError."""
+    try:
+        config = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{name}: not a JSON configuration: {error}") from None
     if not isinstance(config, dict):
-        raise ModelError(f"{file}: expected a JSON object, the configuration of a model")
+        raise ModelError(f"{name}: expected a JSON object, the configuration of a model")
     return config
 
 
 def shape_of(model: str) -> Shape:
     """The shape of a model that `config_of` finds. Raises ModelError when a Shape cannot say what it is."""
-    config = config_of(model)
+    return described(model, config_of(model))
+
+
+def described(model: str, config: Mapping[str, Any]) -> Shape:
+    """The shape that a Hugging Face configuration describes; `model` names it in a ModelError."""
     kind = config.get("model_type")
     if kind not in _ARCHITECTURES:
         raise ModelError(f"{model}: model_type {kind!r}; expected one of {', '.join(_ARCHITECTURES)}")

@@ -84,17 +84,24 @@ class Prediction:
 
 
 def predict(
-    model: str, gpu: str, gpus: int, precision: str = "bf16", seq_len: int = 8192, batch: int | None = None
+    model: str,
+    gpu: str,
+    gpus: int,
+    precision: str = "bf16",
+    seq_len: int = 8192,
+    batch: int | None = None,
+    shape: models.Shape | None = None,
 ) -> Prediction:
     """The fastest layout that fits and what it reaches.
 
-    `batch` is in sequences; left out, a usual one for the count. Raises ModelError for a model that is
+    `batch` is in sequences; left out, a usual one for the count. `shape` is that of a model which is not
+    found by its name; it is looked up otherwise. Raises ModelError for a model that is
     unknown or does not fit, HardwareError for a GPU that is unknown or lacks the precision.
     """
     for name, value in (("gpus", gpus), ("seq_len", seq_len), ("batch", 1 if batch is None else batch)):
         if value < 1:
             raise models.ModelError(f"{name}: {value}; expected 1 or more")
-    shape, product = models.shape_of(model), hardware.gpu(gpu)
+    shape, product = shape or models.shape_of(model), hardware.gpu(gpu)
     batch = batch or default_batch(gpus)
     layout, parts, memory = fastest(shape, product, gpus, seq_len, batch, precision, EFFICIENCY)
     rate = batch * seq_len / parts.total / gpus
@@ -182,12 +189,14 @@ def duration(
     seq_len: int = 8192,
     batch: int | None = None,
     measured: float | None = None,
+    shape: models.Shape | None = None,
 ) -> Duration:
     """Seconds for a job that has never run; `measured` is actual over predicted seconds of runs like it.
 
-    Raises ModelError and HardwareError as `predict` does; who has a declared duration falls back on it.
+    `shape`, and the ModelError and HardwareError that are raised, are as with `predict`; who has a declared
+    duration falls back on it.
     """
-    said = predict(model, gpu, gpus, precision, seq_len, batch)
+    said = predict(model, gpu, gpus, precision, seq_len, batch, shape)
     seconds = said.seconds(tokens) * (measured or 1.0)
     mfu = said.mfu / (measured or 1.0)
     limiting = said.limiting.replace("_", " ")

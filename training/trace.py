@@ -252,6 +252,8 @@ def _load(file: Path, place: int) -> tuple[list[dict[str, Any]], int]:
     try:
         raw = file.read_bytes()
         found = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
+        if isinstance(found, dict) and "traceEvents" not in found:
+            raise ValueError("it has no traceEvents")
         events = found["traceEvents"] if isinstance(found, dict) else found
         about = (found.get("distributedInfo") if isinstance(found, dict) else None) or {}
         rank = int(about.get("rank", place))

@@ -1,5 +1,6 @@
 """Training that never ran is planned by the performance model, and elastic jobs get their widths from it."""
 
+import json
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tasks.specfile import SpecError
 from tests.conftest import make_site
 from tests.tasks.planned_hours import Runs, answer, ask, begin, end, plan_hour, submit
 from tests.tasks.worked_hours import HOUR
+from training.models import config_of
 from training.performance import duration
 
 CONFIG = {
@@ -85,10 +87,35 @@ def test_each_gpu_type_has_a_duration_of_its_own_and_widths_that_do_not_fit_are_
     assert any(problem.startswith("1 × H100: ") for problem in row["unpredicted"])
 
 
+def test_a_model_in_storage_and_a_slice_of_one_are_predicted_by_their_sizes(tmp_path: Path) -> None:
+    site = gpu_site(tmp_path, "H100")
+    site.storage.write("models/mine/config.json", json.dumps(config_of("llama-3.1-8b")).encode())
+
+    def seconds(**changed: Any) -> dict[int, float]:
+        job = Job.model_validate({**SPEC, "gpus": [8, 16], "training": {"config": {**CONFIG, **changed}}})
+        found = predictions_of(job, site.cluster, site.storage)
+        assert found is not None
+        assert not found.problems
+        return {run.gpus: run.seconds for run in found.runs}
+
+    shipped = seconds()
+    assert seconds(model="models/mine") == shipped
+    half = seconds(layers=16)
+    assert all(0.4 * shipped[gpus] < half[gpus] < 0.7 * shipped[gpus] for gpus in (8, 16))
+
+
 WITHOUT = {
     "a configuration that is not there": ({"training": {"config": "runs/none.yaml"}}, "runs/none.yaml"),
     "a wrong configuration": ({"training": {"config": {**CONFIG, "steps": -1}}}, "steps"),
-    "a model in storage": ({"training": {"config": {**CONFIG, "model": "models/m"}}}, "models/m"),
+    "a model that is not there": ({"training": {"config": {**CONFIG, "model": "models/m"}}}, "models/m"),
+    "a model whose sizes are not told": (
+        {"training": {"config": {**CONFIG, "model": "models/odd"}}},
+        "models/odd: model_type 'gpt2'",
+    ),
+    "a model that a function makes": (
+        {"training": {"config": {**CONFIG, "model": "module:own:build"}}},
+        "module:own:build",
+    ),
     "a batch that nobody can share": (
         {"training": {"config": {**CONFIG, "global_batch": 9}}},
         "global_batch",
@@ -101,6 +128,7 @@ def test_what_cannot_be_predicted_says_why_and_is_planned_by_its_declaration(
     tmp_path: Path, fields: dict[str, Any], why: str
 ) -> None:
     site = gpu_site(tmp_path, "H100")
+    site.storage.write("models/odd/config.json", b'{"model_type": "gpt2"}')
     submit(site, "odd", gpus=[8, 16], **{**TRAINING, **fields})
     done = plan_hour(site, HOUR, Runs())
     assert done.planned

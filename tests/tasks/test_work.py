@@ -23,7 +23,7 @@ from tests.tasks.planned_hours import Runs, answer, ask, begin, end, plan_hour, 
 from tests.tasks.worked_hours import HOUR
 from training.flops import flops_per_token
 from training.manifest import Entry, manifest_bytes
-from training.models import shape_of
+from training.models import config_of, shape_of
 
 CONFIG = {"model": "llama-3.1-8b", "seq_len": 4096, "micro_batch": 2, "accumulation": 4, "steps": 10}
 CONFIG_FLOPS = 4096 * 2 * 4 * 8 * 10 * flops_per_token(shape_of("llama-3.1-8b"), 4096)
@@ -46,6 +46,7 @@ def storage(tmp_path: Path) -> Storage:
     storage.write("in/more.jsonl", b'{"prompt": "d"}\n')
     files = {"model.safetensors": Entry(5000, "0" * 64), "config.json": Entry(20, "0" * 64)}
     storage.write("models/m/manifest.json", manifest_bytes(files))
+    storage.write("models/mine/config.json", json.dumps(config_of(str(CONFIG["model"]))).encode())
     return storage
 
 
@@ -53,6 +54,10 @@ KNOWN = {
     "training": (job("training", training={"config": CONFIG}), Amount(CONFIG_FLOPS, "fp32")),
     "a configuration in storage": (
         job("training", training={"config": "runs/llama.yaml"}),
+        Amount(CONFIG_FLOPS, "fp32"),
+    ),
+    "a model in storage": (
+        job("training", training={"config": {**CONFIG, "model": "models/mine/"}}),
         Amount(CONFIG_FLOPS, "fp32"),
     ),
     "batch inference": (
@@ -85,7 +90,8 @@ def test_what_there_is_to_do_is_told_by_the_spec_and_what_it_names(
 
 UNKNOWN = {
     "a command": job("training", command=["true"]),
-    "a model in storage": job("training", training={"config": {**CONFIG, "model": "models/mine"}}),
+    "a model that is not there yet": job("training", training={"config": {**CONFIG, "model": "models/no"}}),
+    "a function's model": job("training", training={"config": {**CONFIG, "model": "module:own:build"}}),
     "a wrong configuration": job("training", training={"config": {**CONFIG, "steps": -1}}),
     "a configuration that is not there": job("training", training={"config": "runs/none.yaml"}),
     "a key outside": job("training", training={"config": "../../etc/passwd"}),

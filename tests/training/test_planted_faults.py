@@ -52,6 +52,9 @@ def a_step(*faults: str) -> Breakdown:
             events.append(event("aten::_local_scalar_dense", "cpu_op", now - 10, 10.5))
             events.append(event("cudaStreamSynchronize", "cuda_runtime", now - 10, 10.5))
             now += 4
+        if "synchronize" in faults:  # a timer of the loop's own, which reads no value
+            events.append(event("cudaDeviceSynchronize", "cuda_runtime", now - 10, 10.5))
+            now += 3
         if "tensors" in faults:  # an all-reduce for each of its weights
             events += [event("ncclDevKernel_AllReduce", "kernel", now + each, 1) for each in range(7)]
             now += 7
@@ -64,6 +67,12 @@ def a_step(*faults: str) -> Breakdown:
 PLANTED = {
     "copies from memory that is not pinned": ("copies", "copies", "un-pinned copies take 15.00 ms", 0.0),
     "an .item() after each layer": ("item", "idle", "the device stands idle 16.00 ms of each step", 0.0),
+    "a synchronization after each layer": (
+        "synchronize",
+        "idle",
+        "idle 12.00 ms of each step (13%) after the host waited for it, in a synchronization",
+        0.0,
+    ),
     "an all-reduce for each tensor": ("tensors", "communication", "is 28 collectives a step", 2e-3),
 }
 

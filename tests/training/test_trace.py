@@ -168,6 +168,18 @@ def test_machines_are_told_the_mfu_and_what_each_of_the_three_causes_costs(
     assert "three_causes_mfu_points" not in json.loads(capsys.readouterr().out), "the MFU is not known"
 
 
+@pytest.mark.parametrize(
+    "options", [("--levers", "sync"), ("--no-levers",), ("--processes", "2")], ids=lambda options: options[0]
+)
+def test_nothing_is_run_beside_a_trace(
+    options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "a.json", 0, a_step_on_a_gpu())
+    assert main(["diagnose", "--trace", str(file), *options]) == 2
+    said = "--trace: a trace is read, nothing is run; expected no --processes, --levers or --no-levers"
+    assert capsys.readouterr().err == f"training: {said}\n"
+
+
 def test_two_traces_of_one_rank_are_refused(tmp_path: Path) -> None:
     files = [write(tmp_path / name, 0, a_step_on_a_gpu()) for name in ("a.json", "b.json")]
     with pytest.raises(TraceError, match="two traces are of the same rank"):
@@ -180,7 +192,7 @@ def test_two_traces_of_one_rank_are_refused(tmp_path: Path) -> None:
         (b"{", "not a Chrome trace"),
         (b"\x1f\x8bxx", "not a Chrome trace"),
         (b"[1, 2]", "no kernels and no CPU ops"),
-        (b'{"other": 1}', "not a Chrome trace: 'traceEvents'"),
+        (b'{"other": 1}', "not a Chrome trace: it has no traceEvents"),
         (b"", "not a Chrome trace: Expecting value"),
         (b"[" * 100_000, "not a Chrome trace: maximum recursion depth"),
         (gzip.compress(b"[" * 999, mtime=0)[:-9], "not a Chrome trace: Compressed file ended before"),
