@@ -3,8 +3,8 @@
 Invariant: whatever ends an attempt, the next one goes on from the newest checkpoint that is whole, and the
 model appears under `<output>/model/` only when training is done. One process per GPU; on virtual GPUs one
 per node, with the threads it was given. Levers that say `auto` are measured on the node before the job's
-processes start, once for all jobs alike (see tuned); a gang over several nodes takes what it finds there, or
-else its processes measure together.
+processes start, once for all jobs alike (see tuned); the processes of a gang over several nodes measure
+together, and leave there what they found.
 """
 
 import contextlib
@@ -35,9 +35,9 @@ from tasks.program import (
 )
 from tasks.specfile import SpecError, Strict, read_spec
 from tasks.storage import NotFoundError
-from tasks.tuned import Remembered, forget, tuned
+from tasks.tuned import Circumstances, Remembered, forget, keep, measured_together, tuned
 from training.checkpoints import CheckpointError, name_of
-from training.config import TrainingConfig, checked, parse_config
+from training.config import TrainingConfig, checked, load_config, parse_config
 from training.launching import gain
 from training.manifest import MANIFEST, Entry, ManifestError, manifest_bytes
 from training.models import SHIPPED
@@ -76,7 +76,7 @@ def train_job(program: Program) -> None:
     if may_measure and (spec.compare or open_levers(config)):
         _check_gpus(program)
     began = time.monotonic()
-    config, known, key = tuned(
+    config, known, alike = tuned(
         program.storage,
         config,
         program.gpu_type or VIRTUAL,
@@ -99,10 +99,10 @@ def train_job(program: Program) -> None:
             "LOCAL_RANK": "0",
         }
     try:
-        _train(program, config, model, known)
+        _train(program, config, model, known, alike)
     except OutOfMemory as error:
-        if known is not None:  # the next attempt measures again
-            forget(program.storage, key)
+        if alike is not None:  # the next attempt measures again
+            forget(program.storage, alike.key)
         raise JobFailedError(str(error)) from None
 
 
@@ -153,16 +153,26 @@ class StorageCheckpoints:
             self.storage.delete(key)
 
 
-def _train(program: Program, config: TrainingConfig, model: str, known: Remembered | None) -> None:
+def _train(
+    program: Program,
+    config: TrainingConfig,
+    model: str,
+    known: Remembered | None,
+    alike: Circumstances | None,
+) -> None:
     if program.own_process:
         leave_out("scipy", *(() if config.precision == "fp8" else ("torchao",)))
     _check_gpus(program)
-    surroundings = {"model": model, "seq_len": config.seq_len, **_surroundings(program, known)}
+    together = alike if known is None and program.nodes > 1 else None  # what the gang is to measure
 
     def told(metrics: dict[str, Any]) -> dict[str, Any]:
-        return {**_saved(program, gain(metrics, known.plain if known else None)), **surroundings}
+        about = {"model": model, "seq_len": config.seq_len, **_surroundings(program, known)}
+        return {**_saved(program, gain(metrics, known.plain if known else None)), **about}
 
     def report(metrics: dict[str, Any]) -> None:
+        nonlocal known, together
+        if together is not None and os.environ["RANK"] == "0":
+            known, together = _learned(program, together), None
         program.metrics.update(**told(metrics))
         if metrics["checkpoint_step"] == metrics["steps"]:
             print(
@@ -179,6 +189,7 @@ def _train(program: Program, config: TrainingConfig, model: str, known: Remember
                 report,
                 stopping,
                 _say,
+                compare=together is not None,
             )
         except Stopped as stopped:
             raise Terminated(str(stopped)) from None
@@ -197,6 +208,16 @@ def _train(program: Program, config: TrainingConfig, model: str, known: Remember
     with contextlib.suppress(OSError):
         curve.unlink()
     program.metrics.update(outputs=[f"{program.output}/model", f"{program.output}/curve.jsonl"])
+
+
+def _learned(program: Program, alike: Circumstances) -> Remembered | None:
+    """What the gang has measured, kept for the next job alike."""
+    record = load_config(program.scratch / "training/resolved.yaml").record or {}
+    found = measured_together(record, program.output)
+    if found is not None:
+        os.environ[TUNING_HOURS] = str(record["measuring_s"] / 3600)
+        keep(program.storage, alike, found, _say)
+    return found
 
 
 def _saved(program: Program, metrics: dict[str, Any]) -> dict[str, Any]:

@@ -107,11 +107,26 @@ def measure(
         result = Remembered(
             record["chosen"], next(iter(record["auto"].values())), record["probes"], plain, job
         )
+    keep(storage, found, result, say)
+    return result
+
+
+def keep(storage: Storage, found: Circumstances, result: Remembered, say: Say) -> None:
+    """Leave what was measured for the next job alike."""
     try:
         write_json(storage, found.key, {**asdict(result), "circumstances": asdict(found)})
     except StorageError as error:
         say(f"the tuned setting is not kept: {error}")
-    return result
+
+
+def measured_together(record: dict[str, Any], job: str) -> Remembered | None:
+    """What the processes of a gang measured, from the record of their configuration; None if they did not."""
+    if "plain" not in record:
+        return None
+    chosen = record.get("chosen", {})
+    why = record["auto"][next(iter(chosen))] if chosen else "none is open"
+    plain = Baseline(**record["plain"]) if record["plain"] else None
+    return Remembered(chosen, why, record.get("probes", []), plain, job)
 
 
 def forget(storage: Storage, key: str) -> None:
@@ -128,14 +143,15 @@ def tuned(
     may_measure: bool,
     say: Say,
     compare: bool = False,
-) -> tuple[TrainingConfig, Remembered | None, str]:
-    """The configuration with its open levers as they were measured, now or by an earlier job; and the key.
+) -> tuple[TrainingConfig, Remembered | None, Circumstances | None]:
+    """The configuration with its open levers as they were measured, now or by an earlier job; and under which
+    circumstances, None where nothing is to be known.
 
     Where nothing is known and nothing may be measured the levers stay open for the trainer to decide.
     `compare`: the plain loop is to be known though none is open.
     """
     if not (compare or open_levers(config)):
-        return config, None, ""
+        return config, None, None
     found = circumstances(config, gpu_type, gpus)
     known = remembered(storage, found.key)
     if known is not None:
@@ -143,10 +159,10 @@ def tuned(
             config = known.applied(config)
             what = f"levers as {known.job} measured them: {known.why}"
             say(what if known.chosen else f"plain loop as {known.job} measured it")
-            return config, known, found.key
+            return config, known, found
         except ConfigError as error:
             say(f"what {known.job} measured is not used: {error}")
     if not may_measure:
-        return config, None, found.key
+        return config, None, found
     known = measure(storage, found, config, gpus, job, say)
-    return known.applied(config), known, found.key
+    return known.applied(config), known, found

@@ -108,7 +108,7 @@ class TrainingConfig(BaseModel):
     tune_probes: int = Field(default=4, ge=0)  # candidates that are measured; 0 trusts the prediction
     tune_steps: int = Field(default=3, ge=1)  # timed steps of each probe
     nccl: dict[str, str] = Field(default_factory=dict)  # NCCL_* variables, set and logged as they stand here
-    record: dict[str, Any] | None = None  # how a resolved file came about; read by people
+    record: dict[str, Any] | None = None  # how a resolved file came about
 
     @model_validator(mode="after")
     def _one_way_to_say_the_batch(self) -> "TrainingConfig":

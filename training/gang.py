@@ -12,11 +12,12 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from training.config import ConfigError, TrainingConfig
-from training.launching import as_before, decided
+from training.config import LEVERS, ConfigError, TrainingConfig
+from training.launching import as_before, decided, plain_baseline
 from training.probe import EXIT_MEMORY, Probe, answered, probe_command
 from training.processes import World, free_port
 from training.tuner import open_levers
@@ -32,14 +33,16 @@ def decided_together(
     say: Callable[[str], None],
     beat: Callable[[str], None],
     stopping: Callable[[], bool],
+    compare: bool = False,
 ) -> TrainingConfig:
-    """The configuration with its open levers chosen, the same in all processes of the group.
+    """The configuration with its open levers chosen, and the levers of the first process in all of the group.
 
     `resolved` is what an earlier start of the run left, if it is there: what it decided is taken. `beat`
-    hears of each probe. Raises, in all, ConfigError when nothing runs, and Stopped when one is `stopping`.
+    hears of each probe. `compare`: the plain loop is measured too, and the record holds what that reached
+    (`plain`) and how long all of it took (`measuring_s`). Raises, in all, ConfigError when nothing runs, and
+    Stopped when one is `stopping`.
     """
-    names = open_levers(config)
-    if world.size == 1 or not names or not config.tune_probes:
+    if world.size == 1:
         return config
 
     def measure(setting: dict[str, Any], port: int) -> Probe:
@@ -47,19 +50,20 @@ def decided_together(
         return _probe(config.model_copy(update=setting), port, world, stopping)
 
     def ask(tried: TrainingConfig, processes: int) -> Probe:
-        setting, port = {name: getattr(tried, name) for name in names}, free_port()
+        fields, port = type(config).model_fields, free_port()
+        setting = {
+            name: getattr(tried, name) for name in fields if getattr(tried, name) != getattr(config, name)
+        }
         _told(("probe", setting, port))
         return measure(setting, port)
 
     if world.rank == 0:
         try:
-            chosen = (
-                as_before(config, resolved) if resolved.is_file() else decided(config, world.size, say, ask)
-            )
+            chosen = _decided(config, resolved, world, say, ask, compare)
         except ConfigError as error:
             _told(("wrong", str(error)))
             raise
-        _told(("chosen", {name: getattr(chosen, name) for name in [*names, "record"]}))
+        _told(("chosen", {name: getattr(chosen, name) for name in [*LEVERS, "record"]}))
         return chosen
     while True:
         match _told(None):
@@ -69,6 +73,27 @@ def decided_together(
                 return config.model_copy(update=levers)
             case ("wrong", problem):
                 raise ConfigError(problem)
+
+
+def _decided(
+    config: TrainingConfig,
+    resolved: Path,
+    world: World,
+    say: Callable[[str], None],
+    ask: Callable[[TrainingConfig, int], Probe],
+    compare: bool,
+) -> TrainingConfig:
+    """What the first process decides, with probes that all make."""
+    if resolved.is_file():
+        return as_before(config, resolved)
+    began = time.monotonic()
+    plain = plain_baseline(config, world.size, say, ask) if compare else None
+    if open_levers(config) and config.tune_probes:
+        config = decided(config, world.size, say, ask)
+    if not compare:
+        return config
+    measured = {"plain": plain and asdict(plain), "measuring_s": time.monotonic() - began}
+    return config.model_copy(update={"record": {**(config.record or {}), **measured}})
 
 
 def _told(message: Any) -> Any:

@@ -69,9 +69,15 @@ def as_before(config: TrainingConfig, resolved: Path) -> TrainingConfig:
     )
 
 
-def plain_baseline(config: TrainingConfig, processes: int, say: Say) -> Baseline | None:
-    """Measure the plain loop for a few steps; None where it does not run, as for want of memory."""
-    found = probe(plain_of(config, processes), processes)
+def plain_baseline(
+    config: TrainingConfig,
+    processes: int,
+    say: Say,
+    measure: Callable[[TrainingConfig, int], Probe] | None = None,
+) -> Baseline | None:
+    """Measure the plain loop for a few steps, by `measure` or on this machine; None where it does not run, as
+    for want of memory."""
+    found = (measure or probe)(plain_of(config, processes), processes)
     if found.tokens_per_s is None:
         say(f"plain baseline: it does not run: {found.problem}")
         return None

@@ -2,7 +2,7 @@
 
 Invariant: the file is a configuration: `python -m training run resolved.yaml` makes the same run on the same
 hardware, with every `auto` as it was decided. What made it so (versions, hardware, the commit of the code,
-why each `auto` became what it is) stands under `record`, which is read by people only.
+why each `auto` became what it is) stands under `record`, from which no run is made.
 """
 
 import os
@@ -19,6 +19,7 @@ from training.processes import World
 if TYPE_CHECKING:
     import torch
 
+KEPT = ("chosen", "probes", "plain", "measuring_s")  # of the record that a configuration comes with
 PACKAGES = ("torch", "transformers", "torchao", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
@@ -30,7 +31,7 @@ def write_resolved(
 
     given = config.record or {}
     record = {
-        **{key: value for key, value in given.items() if key in ("chosen", "probes")},
+        **{key: value for key, value in given.items() if key in KEPT},
         "auto": {**given.get("auto", {}), **reasons},
         "processes": world.size,
         "hardware": hardware_of(device),

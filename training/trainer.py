@@ -106,12 +106,14 @@ def train(
     stopping: Callable[[], bool] = lambda: False,
     log: Callable[[str], None] = lambda line: None,
     model: "nn.Module | None" = None,
+    compare: bool = False,
 ) -> Result:
     """Train from the newest checkpoint, or from the start, to the configured step.
 
     `directory` is scratch space, and holds the checkpoints too when no other place for them is given.
     `report` hears the metrics after each step; when `stopping` says so the step is finished and saved.
-    `model` is trained in place of the configured one. Raises Stopped, TrainingError, and the errors of what
+    `model` is trained in place of the configured one. `compare`: of several processes that start the plain
+    loop is measured first, see `gang`. Raises Stopped, TrainingError, and the errors of what
     it uses.
     """
     from training.gang import decided_together
@@ -124,7 +126,7 @@ def train(
     with joined(world, device), Watchdog(config.hang_seconds) as watchdog:
         if model is None:
             before = directory / "resolved.yaml"
-            config = decided_together(config, before, world, log, watchdog.beat, stopping)
+            config = decided_together(config, before, world, log, watchdog.beat, stopping, compare)
         config, reasons = resolve(config, world, device)
         check_memory(config, world, device)
         if device.type == "cuda" and world.local_size > 1 and world.local_rank == 0:

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from tasks.program import is_published
 from tasks.storage import open_storage
 from tests.conftest import wait_for
 from tests.tasks.kind_programs import Job
+from training.processes import free_port
 
 CONFIG = {
     "model": "llama-micro",
@@ -92,24 +92,51 @@ def test_a_run_that_is_told_to_stop_saves_its_step_and_leaves(root: Path) -> Non
     assert len(state["losses"]) == state["step"] >= 3
 
 
-def test_a_gang_of_two_learns_what_one_process_learns(whole: Job, root: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    gang = [
-        Job("tasks.train", root, "gang", {"config": CONFIG}, rank, SLOTWISE_NODE_COUNT="2", MASTER_PORT=port)
-        for rank in (0, 1)
-    ]
+def ranks_of_a_gang(root: Path, name: str, section: dict[str, Any]) -> list[Job]:
+    """One process on each of two nodes."""
+    around = {"SLOTWISE_NODE_COUNT": "2", "MASTER_PORT": str(free_port())}
+    return [Job("tasks.train", root, name, section, rank, **around) for rank in (0, 1)]
+
+
+def run_together(gang: list[Job]) -> list[int]:
+    """The exit code of each rank."""
     processes = [job.start() for job in gang]
     try:
-        assert [process.wait(300) for process in processes] == [0, 0], [job.said for job in gang]
+        return [process.wait(300) for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
+
+
+def test_a_gang_of_two_learns_what_one_process_learns(whole: Job, root: Path) -> None:
+    gang = ranks_of_a_gang(root, "gang", {"config": CONFIG})
+    assert run_together(gang) == [0, 0], [job.said for job in gang]
     assert gang[0].metrics["processes"] == 2
     assert curve(gang[0]) == pytest.approx(curve(whole), rel=1e-3)
     assert is_published(open_storage(str(root)), "outputs/gang/model")
+
+
+@pytest.mark.long
+def test_a_gang_measures_together_and_the_next_one_starts_with_what_it_found(root: Path) -> None:
+    levers = {"micro_batch": "auto", "activation_checkpointing": "auto", "tune_probes": 2, "tune_steps": 1}
+    section = {"config": {**CONFIG, **levers, "global_batch": 4}}
+    first, second = ranks_of_a_gang(root, "measures", section), ranks_of_a_gang(root, "takes", section)
+    for gang in (first, second):
+        assert run_together(gang) == [0, 0], [job.said for job in gang]
+    assert first[0].said.count("probe micro_batch") == 2
+    assert first[0].said.count("plain baseline: ") == 1
+    assert "probe micro_batch" not in second[0].said
+    assert "levers as outputs/measures measured them: fastest of 2 probed" in second[0].said
+    found, taken = first[0].metrics, second[0].metrics
+    assert (found["tuned"], taken["tuned"]) == ("measured", "as outputs/measures measured")
+    assert taken["levers"] == found["levers"]
+    assert taken["plain_tokens_per_s"] == found["plain_tokens_per_s"] > 0
+    for outcome in (found, taken):
+        assert outcome["gain"] == pytest.approx(outcome["tokens_per_s"] / outcome["plain_tokens_per_s"])
+    hours = found["tokens"] * (1 / found["plain_tokens_per_s"] - 1 / found["tokens_per_s"]) / 3600
+    assert found["saved_gpu_hours"] < 2 * hours, "measuring took GPU-hours too"
+    assert taken["saved_gpu_hours"] == pytest.approx(2 * taken["saved_hours"])
 
 
 def test_a_gpu_that_torch_does_not_see_is_a_failure_and_not_a_slow_run(root: Path) -> None:

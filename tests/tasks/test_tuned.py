@@ -190,6 +190,26 @@ def test_a_setting_that_ran_out_of_memory_is_forgotten(
     assert looked_up(storage)[0] is None
 
 
+def test_what_a_gang_measured_is_in_the_record_of_its_configuration(storage: Storage) -> None:
+    record = {
+        "chosen": {"micro_batch": 2},
+        "probes": [{"micro_batch": 2, "tokens_per_s": 300.0}],
+        "auto": {"micro_batch": "fastest of 1", "sync": "once a step"},
+        "plain": {"tokens_per_s": 100.0, "mfu": None},
+        "measuring_s": 9.0,
+    }
+    found = tuned.measured_together(record, "outputs/gang")
+    assert found is not None
+    assert (found.chosen, found.why) == ({"micro_batch": 2}, "fastest of 1")
+    assert found.plain == launching.Baseline(100.0, None)
+    alike = tuned.circumstances(TrainingConfig(**CONFIG), "H100", 16)
+    tuned.keep(storage, alike, found, lambda line: None)
+    assert tuned.remembered(storage, alike.key) == found
+    compared = tuned.measured_together({"auto": {"sync": "once a step"}, "plain": None}, "outputs/gang")
+    assert compared is not None and (compared.why, compared.plain) == ("none is open", None)
+    assert tuned.measured_together({"auto": record["auto"]}, "outputs/gang") is None, "it measured nothing"
+
+
 def test_the_ledger_shows_what_was_found(tmp_path: Path) -> None:
     facts = Facts(open_storage(str(tmp_path / "storage")))
     facts.spec()

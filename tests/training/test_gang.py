@@ -41,23 +41,27 @@ def fails_on_one() -> torch.nn.Module:
 def on_two_nodes(
     tmp_path: Path,
     config: dict[str, Any],
+    *,
+    second: dict[str, Any] | None = None,
     meanwhile: Callable[[list["subprocess.Popen[str]"]], None] = lambda processes: None,
 ) -> list[tuple[int, str, str]]:
-    """Run one process as if on each of two nodes; exit code, output and errors of each."""
-    file = tmp_path / "c.yaml"
-    file.write_text(yaml.safe_dump(config))
+    """Run one process as if on each of two nodes, `second` being the other's configuration if it differs;
+    exit code, output and errors of each."""
+    files = tmp_path / "0.yaml", tmp_path / "1.yaml"
+    for file, given in zip(files, (config, second or config), strict=True):
+        file.write_text(yaml.safe_dump(given))
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     shared |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "training", "run", str(file), "--output", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "training", "run", "--output", str(tmp_path / "out")]
     processes = [
         subprocess.Popen(
-            command,
+            [*command, str(file)],
             env={**os.environ, **shared, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank, file in enumerate(files)
     ]
     try:
         meanwhile(processes)
@@ -87,6 +91,17 @@ def test_two_nodes_measure_together_and_learn_what_one_process_learns(tmp_path: 
     assert "resumed after step 6" in again[0][1] and "probe" not in again[0][1]
 
 
+def test_a_node_that_does_not_know_what_the_first_knows_follows_it(tmp_path: Path) -> None:
+    """Another gang may leave what it measured between the moments at which two nodes look."""
+    known = {**OPEN, "micro_batch": 2, "activation_checkpointing": "selective"}
+    for name, first, second in (("open", known, OPEN), ("set", OPEN, known)):
+        place = tmp_path / name
+        place.mkdir()
+        ends = on_two_nodes(place, first, second=second)
+        assert [code for code, _, _ in ends] == [0, 0], ends
+        assert ends[0][1].count("probe micro_batch") == (0 if name == "open" else 2)
+
+
 def test_nodes_that_are_told_to_stop_while_they_measure_end_and_leave_nothing_running(tmp_path: Path) -> None:
     probing: list[Path] = []
 
@@ -99,7 +114,7 @@ def test_nodes_that_are_told_to_stop_while_they_measure_end_and_leave_nothing_ru
         probing.extend(Path("/proc") / child for child in children())
         processes[1].send_signal(signal.SIGTERM)
 
-    first, second = on_two_nodes(tmp_path, {**OPEN, "tune_steps": 100_000}, stop)
+    first, second = on_two_nodes(tmp_path, {**OPEN, "tune_steps": 100_000}, meanwhile=stop)
     assert (first[0], second[0]) == (143, 143), first[2] + second[2]
     assert "stopped before the first step" in first[1]
     assert not any(child.exists() for child in probing)
