@@ -21,6 +21,7 @@ from tasks.facts import fact_key, write_fact
 from tasks.forecast import Calendar, Forecast, forecast
 from tasks.hour import Degradation, Hour
 from tasks.instants import text
+from tasks.local_clock import on_wall_clock
 from tasks.tournament import OURS, WINDOW_DAYS, Forecaster, Loss, choose, forecasters, sound
 
 JUDGED_STEPS = 6
@@ -51,15 +52,15 @@ def _chosen(
 ) -> Forecast:
     """The forecast of the forecaster that lost least lately. Raises what ours raises."""
     history, losses = _history(site, service, hour.begin), _losses(site, service, hour.begin)
-    calendar = Calendar(
-        hour.begin.astimezone(ZoneInfo(site.cluster.time_zone)).replace(tzinfo=None), site.slot
-    )
+    zone = ZoneInfo(site.cluster.time_zone)
+    calendar = Calendar(hour.begin.astimezone(zone).replace(tzinfo=None), site.slot)
+    local = on_wall_clock(history, site.plan_slots, hour.begin, site.slot, zone)
     made: dict[str, Forecast] = {}
     failed: Exception | None = None
     for name, forecaster in known.items():
         try:
-            found = forecaster(history, site.plan_slots, site.season_slots, service.expected_gpus, calendar)
-            made[name] = sound(found, site.plan_slots)
+            found = forecaster(local.history, local.steps, site.season_slots, service.expected_gpus, calendar)
+            made[name] = local.put_back(sound(found, local.steps))
         except Exception as error:  # somebody's function, or ours: the others go on
             failed = error
             if name != OURS:

@@ -14,10 +14,11 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from tasks.experts import MOST_SEASONS
 from tasks.forecast import Calendar, Forecast, at_levels, forecast
 from tasks.forecast_scores import pinball, seasonal_difference, seasonal_naive
 from tasks.instants import parse
+from tasks.local_clock import on_wall_clock
 from tasks.quantile_model import WEIGHTS, packed
 
 DAY = timedelta(days=1)
@@ -122,6 +124,9 @@ def _parser() -> argparse.ArgumentParser:
             "--quantiles", type=_levels, default=(0.1, 0.5, 0.9), metavar="Q,…", help="(0.1,0.5,0.9)"
         )
         command.add_argument("--origins", type=_count, default=100, metavar="N", help="at most (100)")
+        command.add_argument(
+            "--time-zone", type=_zone, default=UTC, metavar="ZONE", help="of the service's users (UTC)"
+        )
         command.add_argument("--json", metavar="FILE", help="where to write; - for the output")
         command.set_defaults(run=run)
     train = commands.add_parser("train", help="train the networks on recorded services (needs minutes)")
@@ -141,6 +146,13 @@ def _count(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) <= 100_000:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 1 to 100000")
     return int(text)
+
+
+def _zone(text: str) -> ZoneInfo:
+    try:
+        return ZoneInfo(text)
+    except (ZoneInfoNotFoundError, ValueError, OSError):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a time zone such as Europe/Berlin") from None
 
 
 def _levels(text: str) -> tuple[float, ...]:
@@ -230,8 +242,9 @@ def _instant(stamp: str) -> datetime:
         raise ValueError(str(error)) from None
 
 
-def forecasts(series: Recorded, steps: int, most: int) -> list[tuple[int, Forecast]]:
-    """Forecasts at the last origins that have something before them and `steps` true values after them."""
+def forecasts(series: Recorded, steps: int, most: int, zone: tzinfo = UTC) -> list[tuple[int, Forecast]]:
+    """Forecasts at the last origins that have something before them and `steps` true values after them; the
+    season goes by the clocks of the zone."""
     origins: list[int] = []
     run, after = 0, None
     for index in sorted(series.load, reverse=True):
@@ -239,17 +252,19 @@ def forecasts(series: Recorded, steps: int, most: int) -> list[tuple[int, Foreca
         after = index
         if run >= steps and index > 0 and len(origins) < most:
             origins.append(index)
-    return [(origin, _at(series, origin, steps)) for origin in reversed(origins)]
+    return [(origin, _at(series, origin, steps, zone)) for origin in reversed(origins)]
 
 
-def _at(series: Recorded, origin: int, steps: int) -> Forecast:
-    calendar = Calendar(series.first + origin * series.slot, series.slot)
-    return forecast(series.before(origin), steps, series.season, 0.0, calendar)
+def _at(series: Recorded, origin: int, steps: int, zone: tzinfo) -> Forecast:
+    begin = series.first + origin * series.slot
+    calendar = Calendar(begin.astimezone(zone).replace(tzinfo=None), series.slot)
+    local = on_wall_clock(series.before(origin), steps, begin, series.slot, zone)
+    return local.put_back(forecast(local.history, local.steps, series.season, 0.0, calendar))
 
 
 def _predict(chosen: argparse.Namespace) -> None:
     series = read_series(chosen.series)
-    made = forecasts(series, chosen.steps, chosen.origins)
+    made = forecasts(series, chosen.steps, chosen.origins, chosen.time_zone)
     if not made:
         raise CommandError(f"{chosen.series}: no origin has {chosen.steps} true values after it")
     found = [
@@ -266,7 +281,7 @@ def _predict(chosen: argparse.Namespace) -> None:
 
 def _evaluate(chosen: argparse.Namespace) -> None:
     series = read_series(chosen.series)
-    scores = evaluate(series, chosen.steps, chosen.quantiles, chosen.origins)
+    scores = evaluate(series, chosen.steps, chosen.quantiles, chosen.origins, chosen.time_zone)
     if scores is None:
         raise CommandError(
             f"{chosen.series}: no origin can be scored; expected over a day of load before one, which "
@@ -286,12 +301,14 @@ def _said(series: Recorded) -> str:
     return f"; {series.left_out} rows left out" if series.left_out else ""
 
 
-def evaluate(series: Recorded, steps: int, levels: Sequence[float], most: int) -> Scores | None:
+def evaluate(
+    series: Recorded, steps: int, levels: Sequence[float], most: int, zone: tzinfo = UTC
+) -> Scores | None:
     """Scores of the forecasts, and of the seasonal naive one: the value a season before, with the last
     week's seasonal differences around it. None when no origin has a season and a slot before it.
     """
     rows = []
-    for origin, found in forecasts(series, steps, most):
+    for origin, found in forecasts(series, steps, most, zone):
         past = np.array([math.nan if value is None else value for value in series.before(origin)])
         unit = seasonal_difference(past, series.season)
         if not unit > 0:

@@ -1,5 +1,6 @@
 """How many GPUs a service holds, and which."""
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -146,6 +147,27 @@ def test_quantiles_are_served_as_far_as_the_work_they_displace_is_worth_less() -
     assert plan.realtime[0].shortage[0] == pytest.approx(0.7)
     idle = solve(problem(realtime=[chat]))
     assert [len(gpus) for gpus in idle.realtime[0].gpus] == [8] * HORIZON
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1], ids=["as bad all day", "by chance", "by other chance"])
+def test_how_slots_depend_on_each_other_does_not_change_what_a_plan_costs(seed: int | None) -> None:
+    """Ten whole days with these quantiles in each slot: in the mean they lack what the plan expects, whether
+    each is high or low all day or changes from slot to slot."""
+    quantiles = [[slot % 3 + level // 2 for level in range(10)] for slot in range(HORIZON)]
+    chat = {"service": "chat", "demand_quantiles": quantiles, "ramp": 1, "priority": 1, "shortage_penalty": 5}
+    work = {"id": "a", "gpus": 5, "slots": 3, "priority": 3}
+    plan = solve(problem(realtime=[chat], jobs=[work]))
+    held = [len(gpus) for gpus in plan.realtime[0].gpus]
+    days = [list(row) for row in quantiles]
+    if seed is not None:
+        rng = Random(seed)
+        for row in days:
+            rng.shuffle(row)
+    lacked = [
+        sum(max(row[day] - count, 0) for row, count in zip(days, held, strict=True)) for day in range(10)
+    ]
+    assert 0 < sum(lacked) / 10 == pytest.approx(sum(plan.realtime[0].shortage))
+    assert plan.objective == pytest.approx(plan.value - 5 * sum(lacked) / 10)
 
 
 def test_a_service_never_holds_more_than_is_free() -> None:

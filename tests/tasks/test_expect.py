@@ -2,6 +2,7 @@
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from zoneinfo import ZoneInfo
 
 import pytest
 
@@ -17,19 +18,19 @@ from tests.conftest import make_site
 
 SIX = datetime(2026, 12, 1, 6, tzinfo=UTC)
 HOUR = timedelta(hours=1)
+SERVICE = {
+    "name": "chat",
+    "demand": {"file": "load.csv", "unit": "gpus"},
+    "expected_gpus": 2,
+    "ramp_per_hour": 4,
+    "priority": 8,
+}
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
     """A service whose load is known in GPUs, hour by hour, and slots of ten minutes."""
-    service = {
-        "name": "chat",
-        "demand": {"file": "load.csv", "unit": "gpus"},
-        "expected_gpus": 2,
-        "ramp_per_hour": 4,
-        "priority": 8,
-    }
-    return make_site(tmp_path, services=[service])
+    return make_site(tmp_path, services=[SERVICE])
 
 
 def observe(site: Site, samples: list[Sample], now: datetime = SIX) -> None:
@@ -74,3 +75,19 @@ def test_a_sample_that_is_written_again_replaces_the_one_before_and_order_does_n
     made, _ = expect(site, scheduled_hour(site, SIX, SIX))
     assert made["chat"].coverage == 1.0
     assert made["chat"].quantiles[0][4] == pytest.approx(5.0, rel=0.1)
+
+
+def test_the_season_goes_by_the_clock_of_the_clusters_time_zone(tmp_path: Path) -> None:
+    """A load from nine to five on the clock in Berlin, on the morning after that clock was put forward."""
+    zone, now = ZoneInfo("Europe/Berlin"), datetime(2024, 3, 31, 4, tzinfo=UTC)
+    site = make_site(tmp_path, services=[SERVICE], time_zone=str(zone))
+    hours = [now - back * HOUR for back in range(1, 14 * 24)]
+    busy = {hour: 9 <= hour.astimezone(zone).hour < 17 for hour in hours}
+    observe(site, [Sample(hour, 9.0 if busy[hour] else 1.0) for hour in hours], now)
+    made, problems = expect(site, scheduled_hour(site, now, now))
+    assert problems == []
+    middle = [row[5] for row in made["chat"].quantiles]
+    assert middle[17] == pytest.approx(1, abs=0.5), "ten to nine"
+    assert middle[18] == pytest.approx(9, abs=1), "nine o'clock, seven in UTC"
+    assert len(middle) == site.plan_slots
+    assert {len(rows) for rows in made["chat"].rivals.values()} == {site.plan_slots}

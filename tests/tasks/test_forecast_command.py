@@ -4,9 +4,10 @@ import json
 import math
 import random
 from collections.abc import Callable
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import pytest
@@ -171,6 +172,7 @@ MISTAKES = {
     "no file": (["predict", "nowhere.csv"], "nowhere.csv: No such file or directory"),
     "no command": (["forsee"], "invalid choice: 'forsee'"),
     "levels": (["predict", "x.csv", "--quantiles", "0.1,2"], "'0.1,2': expected numbers between 0 and 1"),
+    "time zone": (["predict", "x.csv", "--time-zone", "Mars"], "'Mars': expected a time zone such as"),
     "steps": (["predict", "x.csv", "--steps", "-1"], "expected a whole number from 1"),
 }
 
@@ -227,3 +229,19 @@ def test_training_learns_what_errors_look_like() -> None:
         return float(np.maximum(levels * error, (levels - 1) * error).mean())
 
     assert loss(60) < 0.9 * loss(1)
+
+
+def test_the_season_goes_by_the_clock_of_a_time_zone(tmp_path: Path) -> None:
+    """From nine to five on the clock in Berlin; on 31 March 2024 that begins an hour earlier in UTC."""
+    zone, first = ZoneInfo("Europe/Berlin"), datetime(2024, 3, 8, tzinfo=UTC)
+    hours = [first + index * timedelta(hours=1) for index in range(24 * 25)]
+    load = [9.0 if 9 <= hour.astimezone(zone).hour < 17 else 1.0 for hour in hours]
+    file = write(tmp_path / "load.csv", [f"{hour},{value}" for hour, value in zip(hours, load, strict=True)])
+
+    def missed(*options: str) -> float:
+        (found,) = (one for one in predicted(file, *options) if one["origin"] == f"{origin}")
+        truth = load[hours.index(origin) :][:24]
+        return float(sum(abs(row[1] - y) for row, y in zip(found["quantiles"], truth, strict=True)))
+
+    origin = datetime(2024, 3, 31, 4, tzinfo=UTC)
+    assert missed("--time-zone", "Europe/Berlin") < 1 < missed()
