@@ -18,7 +18,7 @@ from tasks.cluster import Service, Site
 from tasks.collect import ledger_directory
 from tasks.demand import Sample, slot_series
 from tasks.facts import fact_key, write_fact
-from tasks.forecast import Calendar, Forecast, forecast
+from tasks.forecast import Forecast, forecast
 from tasks.hour import Degradation, Hour
 from tasks.instants import text
 from tasks.local_clock import on_wall_clock
@@ -53,13 +53,14 @@ def _chosen(
     """The forecast of the forecaster that lost least lately. Raises what ours raises."""
     history, losses = _history(site, service, hour.begin), _losses(site, service, hour.begin)
     zone = ZoneInfo(site.cluster.time_zone)
-    calendar = Calendar(hour.begin.astimezone(zone).replace(tzinfo=None), site.slot)
     local = on_wall_clock(history, site.plan_slots, hour.begin, site.slot, zone)
     made: dict[str, Forecast] = {}
     failed: Exception | None = None
     for name, forecaster in known.items():
         try:
-            found = forecaster(local.history, local.steps, site.season_slots, service.expected_gpus, calendar)
+            found = forecaster(
+                local.history, local.steps, site.season_slots, service.expected_gpus, local.calendar
+            )
             made[name] = local.put_back(sound(found, local.steps))
         except Exception as error:  # somebody's function, or ours: the others go on
             failed = error

@@ -23,7 +23,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 import numpy as np
 
 from tasks.experts import MOST_SEASONS
-from tasks.forecast import Calendar, Forecast, at_levels, forecast
+from tasks.forecast import Forecast, at_levels, forecast
 from tasks.forecast_scores import pinball, seasonal_difference, seasonal_naive
 from tasks.instants import parse
 from tasks.local_clock import on_wall_clock
@@ -257,9 +257,8 @@ def forecasts(series: Recorded, steps: int, most: int, zone: tzinfo = UTC) -> li
 
 def _at(series: Recorded, origin: int, steps: int, zone: tzinfo) -> Forecast:
     begin = series.first + origin * series.slot
-    calendar = Calendar(begin.astimezone(zone).replace(tzinfo=None), series.slot)
     local = on_wall_clock(series.before(origin), steps, begin, series.slot, zone)
-    return local.put_back(forecast(local.history, local.steps, series.season, 0.0, calendar))
+    return local.put_back(forecast(local.history, local.steps, series.season, 0.0, local.calendar))
 
 
 def _predict(chosen: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from tasks.demand import Sample, slot_series
 from tasks.forecast import LEVELS, MOST_SEASONS, forecast
 from tasks.instants import text
 from tasks.journal import Journal
+from tasks.local_clock import on_wall_clock
 from tasks.policies import WEEK_S, Rows, View
 from tasks.trace import Demand, Trace
 
@@ -98,9 +100,12 @@ def _forecast(site: Site, trace: Trace, service: Service, hour: int, journal: Jo
     ]
     step, sample = timedelta(seconds=step_s), timedelta(seconds=demand.sample_s)
     history = slot_series(samples, first, past, step, sample)
-    found = forecast(history, math.ceil(slots / whole), season, service.expected_gpus)
-    rows = np.repeat(np.array(found.quantiles), whole, axis=0)[:slots]
     instant = trace.at(now)
+    local = on_wall_clock(history, math.ceil(slots / whole), instant, step, ZoneInfo(site.cluster.time_zone))
+    found = local.put_back(
+        forecast(local.history, local.steps, season, service.expected_gpus, local.calendar)
+    )
+    rows = np.repeat(np.array(found.quantiles), whole, axis=0)[:slots]
     told: dict[str, Any] = {
         "method": found.method,
         "reason": found.reason,

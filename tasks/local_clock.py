@@ -15,18 +15,19 @@ from datetime import datetime, timedelta, tzinfo
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.forecast import Forecast
+from tasks.forecast import Calendar, Forecast
 
 DAY = timedelta(days=1)
 
 
 @dataclass(frozen=True)
 class OnWallClock:
-    """What a forecaster sees: `history` ends before slot 0, `steps` are to be forecast. `rows` says for each
-    slot that is asked for which of them is meant."""
+    """What a forecaster sees: `history` ends before slot 0, `steps` are to be forecast, and the `calendar` of
+    the zone. `rows` says for each slot that is asked for which of the steps is meant."""
 
     history: Sequence[float | None]
     steps: int
+    calendar: Calendar
     rows: Sequence[int]
 
     def put_back(self, found: Forecast) -> Forecast:
@@ -38,18 +39,19 @@ def on_wall_clock(
     history: Sequence[float | None], steps: int, begin: datetime, slot: timedelta, zone: tzinfo
 ) -> OnWallClock:
     """A history by the clock of a zone. `begin` is the instant at which slot 0 begins, with its own zone."""
+    calendar = Calendar(begin.astimezone(zone).replace(tzinfo=None), slot)
     moved = _moved(begin, slot, zone, -len(history), steps)
     places = np.arange(-len(history), steps) + moved
     past, rows = places[: len(history)], places[len(history) :]
     if not moved.any() or (past >= 0).any():
-        return OnWallClock(history, steps, range(steps))
+        return OnWallClock(history, steps, calendar, range(steps))
     known = np.array([np.nan if value is None else value for value in history], dtype=np.float64)
     seen = np.isfinite(known)
     sums, counts = (np.zeros(-int(past.min(initial=0))) for _ in range(2))
     np.add.at(sums, past[seen], known[seen])  # places count from the end
     np.add.at(counts, past[seen], 1)
     means = [float(total / count) if count else None for total, count in zip(sums, counts, strict=True)]
-    return OnWallClock(means, int(rows.max()) + 1, tuple(int(row) for row in rows))
+    return OnWallClock(means, int(rows.max()) + 1, calendar, tuple(int(row) for row in rows))
 
 
 def _moved(begin: datetime, slot: timedelta, zone: tzinfo, first: int, last: int) -> NDArray[np.int64]:

@@ -63,6 +63,7 @@ def test_a_change_ahead_leaves_a_row_out_or_uses_one_twice() -> None:
     assert (autumn.history, autumn.steps, autumn.rows) == (past, 5, (0, 1, 2, 2, 3, 4))
     answer = Forecast(tuple((float(row),) * 10 for row in range(5)), "rows", "")
     assert [row[0] for row in autumn.put_back(answer).quantiles] == [0, 1, 2, 2, 3, 4]
+    assert autumn.calendar.begin == datetime(2024, 10, 27)
     nothing = on_wall_clock([], 6, AUTUMN - before, HOUR, BERLIN)
     assert (nothing.history, nothing.rows) == ([], autumn.rows)
 
