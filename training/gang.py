@@ -84,6 +84,8 @@ def _decided(
     compare: bool,
 ) -> TrainingConfig:
     """What the first process decides, with probes that all make."""
+    if not (compare or open_levers(config)):
+        return config
     if resolved.is_file():
         return as_before(config, resolved)
     began = time.monotonic()
